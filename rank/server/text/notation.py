@@ -138,13 +138,7 @@ class Values:
 
     def pairs(self, properties: dict[str, Any], required: Any, head: Callable[[str], str]) -> str:
         """Names and values with commas between them. head: the expression of a name and what stands behind it."""
-        items = []
-        for name, schema in properties.items():
-            try:
-                items.append((f"{head(name)} {self.value(schema)}", name in required))
-            except Unwritable:
-                if name in required or (self._tool.strict and schema is not False):
-                    raise
+        items = self._tool.members(properties, required, lambda name, schema: f"{head(name)} {self.value(schema)}")
         return self._lark.listed(items, self._word(self._notation.comma))
 
     def _literal(self, value: Any) -> str:

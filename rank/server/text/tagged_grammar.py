@@ -70,14 +70,8 @@ class _Arguments:
             if shape.get("additionalProperties") is False:
                 return '""'
             return f"{self._argument(None, shape.get('additionalProperties', {}))}*"
-        found = []
-        for name, schema in properties.items():
-            try:
-                found.append(self._argument(name, schema) + ("" if name in required else "?"))
-            except Unwritable:
-                if name in required or (self._tool.strict and schema is not False):
-                    raise
-        return " ".join(found)
+        found = self._tool.members(properties, required, self._argument)
+        return " ".join(one + ("" if needed else "?") for one, needed in found)
 
     def _argument(self, name: str | None, schema: Any) -> str:
         tags, lark = self._tags, self._lark

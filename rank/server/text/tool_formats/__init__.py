@@ -60,6 +60,20 @@ class CallableTool:
         self.check(shape, ("type", "properties", "required", "additionalProperties"))
         return {**known, **{name: rest for name in required if name not in known}}, required
 
+    def members(
+        self, properties: Mapping[str, Any], required: Collection[str], write: Callable[[str, Any], str]
+    ) -> list[tuple[str, bool]]:
+        """What `write` makes of each property's name and schema, and whether it is required. One that cannot be written
+        is left out where it may be; else raises Unwritable."""
+        found = []
+        for name, schema in properties.items():
+            try:
+                found.append((write(name, schema), name in required))
+            except Unwritable:
+                if name in required or (self.strict and schema is not False):
+                    raise
+        return found
+
     def check(self, plain: Schema, known: Collection[str]) -> None:
         """Raises Unwritable for keywords that a strict tool's format cannot be held to."""
         if self.strict and (unknown := [key for key in plain if key not in known]):

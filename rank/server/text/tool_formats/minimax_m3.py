@@ -16,7 +16,7 @@ from ..argument_schema import GRAMMAR, Parameters, Schema, Unwritable, alternati
 from ..headed_calls import HeadedCalls
 from ..heads import NAME, Head
 from ..lark import Lark
-from ..notation import ALL_KNOWN, NUMBERS
+from ..notation import ALL_KNOWN, KNOWN, NUMBERS
 from ..raw_strings import terminal
 from ..schema_values import quote, to_json
 from ..stop_strings import partial_suffix
@@ -170,15 +170,8 @@ class _Grammar:
         return f"({' | '.join(dict.fromkeys(shapes))})"
 
     def _members(self, shape: Schema) -> str:
-        properties, required = self._tool.properties(shape)
-        found = []
-        for name, schema in properties.items():
-            try:
-                found.append(self._element(name, schema) + ("" if name in required else "?"))
-            except Unwritable:
-                if name in required or (self._tool.strict and schema is not False):
-                    raise
-        return " ".join(found) or '""'
+        found = self._tool.members(*self._tool.properties(shape), self._element)
+        return " ".join(one + ("" if needed else "?") for one, needed in found) or '""'
 
     def _element(self, name: str, schema: Any) -> str:
         """An element as a rule, one for each name and schema: a schema may refer to itself."""
@@ -218,7 +211,7 @@ class _Grammar:
             ways.append(f"{self._items(plain)} {end}")
             kinds -= {"array"}
         if "object" in kinds and plain.get("properties"):
-            ways.append(f"{self._members({key: plain[key] for key in OBJECT if key in plain})} {end}")
+            ways.append(f"{self._members({key: plain[key] for key in KNOWN['object'] if key in plain})} {end}")
             kinds -= {"object"}
         if rest := sorted(kinds - {"string"}):  # as JSON, which is read as such
             ways.append(f"{self._tool.json({**plain, 'type': rest})} {end}")
@@ -235,9 +228,6 @@ class _Grammar:
         if TOKEN in text:
             raise Unwritable(f"the text {quote(text)} cannot be written in this model's calls")
         return self._lark.literal(text)
-
-
-OBJECT = ("properties", "required", "additionalProperties")
 
 
 def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
