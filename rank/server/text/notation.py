@@ -52,10 +52,14 @@ class Values:
         key = json.dumps([schema, depth])
         if key not in self._rules:
             name = self._rules[key] = self._lark.name()
-            plain = alternatives(schema, self._tool.schema)
-            ways = [way for one in plain for way in self._ways(one, depth)]
-            if not ways:
-                raise Unwritable(f"the schema {key[1:80]} allows nothing")
+            try:
+                plain = alternatives(schema, self._tool.schema)
+                ways = [way for one in plain for way in self._ways(one, depth)]
+                if not ways:
+                    raise Unwritable(f"the schema {key[1:80]} allows nothing")
+            except Unwritable:
+                del self._rules[key]  # nothing defines it, so it must not be named where the schema stands again
+                raise
             self._lark.define(name, " | ".join(dict.fromkeys(ways)))
         return self._rules[key]
 

@@ -433,6 +433,14 @@ def test_custom_tools_with_a_grammar(text, takes, name):
     assert takes(grammar, call.format("1 + 22")) == "all" and takes(grammar, call.format("1 +")) == "no"
 
 
+@pytest.mark.parametrize("name", ["gemma", "lfm2", "minimax_m3", "qwen3_coder"])
+def test_a_member_that_nothing_fits_stands_in_two_alternatives(text, takes, name):
+    """It is left out of both."""
+    ways = [{"properties": {"a": {"anyOf": []}, other: {"type": "string"}}} for other in "bc"]
+    tool = {"function": {"name": "f", "parameters": {"type": "object", "anyOf": ways}}}
+    assert takes(answer_grammar(of_format(text, name), None, Calls([tool], True, True), None), "x") == "no"
+
+
 def test_tools_that_are_too_large_together(text):
     one = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"description": "x" * 200_000}}}}
     with pytest.raises(ApiError, match="most 1048576.*offer"):

@@ -181,11 +181,15 @@ class _Grammar:
                 raise Unwritable(f"the name {quote(name)} cannot be written in this model's calls")
             self._rules[key] = self._lark.name()
             close = f"{TOKEN}</{name}>"
-            plain = alternatives(schema, self._tool.schema)
-            self._check(name, plain)
-            ways = dict.fromkeys(way for one in plain for way in self._ways(one, close))
-            if not ways:
-                raise Unwritable(f"the schema of {quote(name)} allows nothing")
+            try:
+                plain = alternatives(schema, self._tool.schema)
+                self._check(name, plain)
+                ways = dict.fromkeys(way for one in plain for way in self._ways(one, close))
+                if not ways:
+                    raise Unwritable(f"the schema of {quote(name)} allows nothing")
+            except Unwritable:
+                del self._rules[key]  # nothing defines it, so it must not be named where the schema stands again
+                raise
             self._lark.define(self._rules[key], f"{self._lark.marker(f'{TOKEN}<{name}>')} ({' | '.join(ways)})")
         return self._rules[key]
 
