@@ -267,6 +267,7 @@ def main() -> None:
     parser.add_argument("--quantized", choices=QUANTIZED, help="a checkpoint that is quantised so")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompts of (a)")
+    parser.add_argument("--offload", type=int, default=0, help="experts of a layer in host memory alone")
     parser.add_argument(
         "--speculate", default="", help="what guesses tokens: ngram, mtp; none unless --accept is given"
     )
@@ -286,6 +287,7 @@ def main() -> None:
             kv_cache_dtype=asked.kv_cache_dtype, prefix_cache=False, load_format=asked.load_format,
             max_num_seqs=asked.max_num_seqs, max_model_len=asked.max_model_len,
             max_num_batched_tokens=asked.max_num_batched_tokens, num_speculative_tokens=drafts,
+            num_experts_offload_per_rank=asked.offload,
             speculate=asked.speculate or ("ngram" if asked.accept else "none"),
         )  # fmt: skip
         batches = [int(b) for b in asked.batches.split(",")]
