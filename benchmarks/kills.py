@@ -2,7 +2,7 @@
 
     python benchmarks/kills.py run.json --batches 1000 --seconds 3600
     python benchmarks/kills.py run.json --servers 300 --seconds 3600
-    python benchmarks/kills.py run.json --table
+    python benchmarks/kills.py run.json other.json --table
 
 Each is a tiny model on two CPU ranks. SIGKILL goes to one process of the job or to all, while it loads or works.
 
@@ -12,7 +12,8 @@ without an answer (lost) and with two (twice) are counted.
 docs/exit-codes.md says, that named no cause, that left something, and clients that hung or whose stream broke off
 without a word although there was somebody left to say it.
 
-run.json keeps the counts, so that a nightly job can go on. The exit code is 0 if nothing was wrong in all of it.
+run.json keeps the counts, so that a nightly job can go on. --jobs N has N jobs run side by side, each on its share of
+the cores. --table adds up several files. The exit code is 0 if nothing was wrong in all of it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+from phalanx import linux_calls
 from phalanx.benchmarks.soak import RANKS, Job, Server, save, tiny_model
 from phalanx.launcher.commands.bench.client import Answer, Client, Failure
 
@@ -53,6 +59,12 @@ class Kills:
         self.file = file
         self.run: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         self.dice = random.Random(seed + sum(self.count(kind) for kind in ("batches", "servers")))
+        self.lock = threading.Lock()
+        self.stopped = False
+
+    def stop(self, *_: object) -> None:
+        """Have what runs ended and removed."""
+        self.stopped = True
 
     def part(self, kind: str) -> dict[str, Any]:
         return self.run.setdefault(kind, {"kills": {}, "seconds": 0.0, "wrong": []})
@@ -61,35 +73,39 @@ class Kills:
         return sum(self.part(kind)["kills"].values())
 
     def add(self, kind: str, what: str, seconds: float, wrong: list[str]) -> None:
-        part = self.part(kind)
-        part["kills"][what] = part["kills"].get(what, 0) + 1
-        part["seconds"] = round(part["seconds"] + seconds, 1)
-        part["wrong"] += [f"{what}: {one}" for one in wrong]
-        save(self.file, self.run)
+        with self.lock:
+            part = self.part(kind)
+            part["kills"][what] = part["kills"].get(what, 0) + 1
+            part["seconds"] = round(part["seconds"] + seconds, 1)
+            part["wrong"] += [f"{what}: {one}" for one in wrong]
+            save(self.file, self.run)
         for one in wrong:
             print(f"{kind}, {what}: {one}", flush=True)
 
     def kill(self, job: Job, kind: str, seconds: float) -> bool:
         """Kill it as soon as it is there. kind: of process, or all. False where it does not come, or the job ends."""
-        until = time.monotonic() + seconds
-        while not job.ended() and time.monotonic() < until:
-            victims = [process for name, process in job.processes() if kind in ("all", SERVERS.get(name, name))]
+        victims: list[psutil.Process] = []
+
+        def strike() -> bool:
+            victims.extend(one for name, one in job.processes() if kind in ("all", SERVERS.get(name, name)))
             for process in victims:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            if victims:
-                return True
-            time.sleep(0.01)
-        return False
+            return bool(victims) or job.ended()
 
+        self.wait(strike, seconds)
+        return bool(victims)
 
-def wait(condition: Any, seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
+    def wait(self, condition: Callable[[], object], seconds: float) -> bool:
+        """Whether it came true in time. Raises SystemExit when the run is stopped."""
+        until = time.monotonic() + seconds
+        while not condition():
+            if self.stopped:
+                sys.exit(1)
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        return True
 
 
 # -- batches
@@ -117,12 +133,16 @@ def batches(kills: Kills, goal: int, until: float, start: float) -> None:
     loading = start / 4  # seconds until the first answer, as the last job took
     place = Path(tempfile.mkdtemp(prefix="kills-"))
     journal, output = place / "out.jsonl.journal", place / "out.jsonl"
-    command = ["batch", str(place / "tiny"), *RANKS, "-i", str(place / "in.jsonl"), "-o", str(output)]
+    command = ["batch", str(place / "tiny"), "--np", "2", "--device", "cpu", *RANKS]
+    command += ["-i", str(place / "in.jsonl"), "-o", str(output)]
     tiny_model(place / "tiny")
     names: list[str] = []
 
     def written() -> int:
         return journal.stat().st_size if journal.exists() else 0
+
+    def answered(job: Job, before: int) -> bool:
+        return job.ended() or written() > before
 
     try:
         while kills.count("batches") < goal and time.monotonic() < until or names:
@@ -134,13 +154,13 @@ def batches(kills: Kills, goal: int, until: float, start: float) -> None:
                 what = "all" if kills.dice.random() < 0.4 else kills.dice.choice(VICTIMS)
                 over = kills.count("batches") >= goal or time.monotonic() >= until  # this one may end by itself
                 if over:
-                    wait(job.ended, 20 * ENDS)
+                    kills.wait(job.ended, 20 * ENDS)
                 elif kills.dice.random() < LOADING:
-                    wait(job.ended, kills.dice.random() * loading)
+                    kills.wait(job.ended, kills.dice.random() * loading)
                 else:
-                    wait(lambda job=job, before=before: job.ended() or written() > before, start)
+                    kills.wait(partial(answered, job, before), start)
                     loading = time.monotonic() - began
-                    wait(job.ended, kills.dice.random() ** 2 * 4)
+                    kills.wait(job.ended, kills.dice.random() ** 2 * 4)
                 size = written()
                 killed = not over and kills.kill(job, what, start)
                 if not killed and job.ended():
@@ -149,13 +169,15 @@ def batches(kills: Kills, goal: int, until: float, start: float) -> None:
                         return
                     if wrong := verdict(output, names):
                         kills.add("batches", "a whole batch", 0, wrong)
-                    kills.part("batches")["whole"] = kills.part("batches").get("whole", 0) + 1
+                    with kills.lock:
+                        kills.part("batches")["whole"] = kills.part("batches").get("whole", 0) + 1
+                        save(kills.file, kills.run)
                     names = []
                     for path in place.glob("out.jsonl*"):
                         path.unlink()
                     continue
                 wrong = [] if killed else ["there was nothing to kill"]
-                wrong += [] if wait(job.ended, ENDS) else ["the job did not end"]
+                wrong += [] if kills.wait(job.ended, ENDS) else ["the job did not end"]
                 wrong += job.left(what not in ("all", "mpirun", "launcher", "rank 0"))
                 if written() < size and not output.exists() and size > HEADER:  # it may have been through just now
                     wrong.append(f"the journal shrank from {size} to {written()} bytes")
@@ -164,7 +186,6 @@ def batches(kills: Kills, goal: int, until: float, start: float) -> None:
                 job.remove()
     finally:
         shutil.rmtree(place)
-        save(kills.file, kills.run)
 
 
 # -- servers
@@ -186,20 +207,20 @@ async def one_server(kills: Kills, start: float) -> None:
     began = time.monotonic()
     what = kills.dice.choice(VICTIMS)
     early = kills.dice.random() < LOADING
-    server = Server(1, [])
+    server = Server()
     wrong: list[str] = []
     said: list[str] = []
     try:
         if early:
             await asyncio.sleep(0.5 + kills.dice.random() * start / 6)
         else:
-            address = await asyncio.to_thread(server.wait_ready, start)
-            client = Client(address, "EMPTY", ENDS + start)
+            await asyncio.to_thread(kills.wait, lambda: server.ended() or server.address(), start)
+            client = Client(server.wait_ready(1), "EMPTY", ENDS + start)
             readers = [asyncio.ensure_future(read(client, said)) for _ in range(4)]
             await asyncio.sleep(0.2 + kills.dice.random() * 3)
         if not await asyncio.to_thread(kills.kill, server, what, start):
             wrong.append(f"there was nothing to kill: {server.output[-700:]}")
-        elif not await asyncio.to_thread(wait, server.ended, ENDS):
+        elif not await asyncio.to_thread(kills.wait, server.ended, ENDS):
             wrong.append("the job did not end")
         elif server.process.returncode not in CODES[what]:
             wrong.append(f"exit code {server.process.returncode}: {server.output[-700:]}")
@@ -220,39 +241,69 @@ async def one_server(kills: Kills, start: float) -> None:
 
 def servers(kills: Kills, goal: int, until: float, start: float) -> None:
     while kills.count("servers") < goal and time.monotonic() < until:
-        asyncio.run(one_server(kills, start))
+        try:
+            asyncio.run(one_server(kills, start))
+        except Failure as failure:  # it was never ready
+            kills.add("servers", "none", 0, [str(failure)])
 
 
-def table(run: dict[str, Any]) -> None:
-    print("| | kills | of which | minutes | wrong |\n|---|---|---|---|---|")
-    for kind, part in run.items():
-        counts, wrong = part["kills"], len(part["wrong"])
-        which = ", ".join(f"{what} {count}" for what, count in sorted(counts.items()))
-        print(f"| {kind} | {sum(counts.values())} | {which} | {part['seconds'] / 60:.0f} | {wrong} |")
-    for kind, part in run.items():
-        for one in part["wrong"]:
-            print(f"{kind}, {one}")
+def side_by_side(jobs: int, work: Callable[[], None]) -> None:
+    """Each in a thread bound to its share of the cores, as is all that it starts."""
+    cores = sorted(linux_calls.processors())
+
+    def one(index: int) -> None:
+        if jobs > 1 and (share := cores[index * len(cores) // jobs : (index + 1) * len(cores) // jobs]):
+            linux_calls.bind(share)
+        work()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in [pool.submit(one, index) for index in range(jobs)]:
+            future.result()
+
+
+def table(runs: list[dict[str, Any]]) -> bool:
+    """Prints the counts of all runs together. Whether nothing was wrong."""
+    print("| | kills | of which | whole | minutes | wrong |\n|---|---|---|---|---|---|")
+    faults = []
+    for kind in ("batches", "servers"):
+        parts = [run[kind] for run in runs if kind in run]
+        counts = sum((Counter(part["kills"]) for part in parts), Counter[str]())
+        wrong = [f"{kind}, {one}" for part in parts for one in part["wrong"]]
+        if counts or wrong:
+            which = ", ".join(f"{what} {count}" for what, count in sorted(counts.items()))
+            whole, minutes = (sum(part.get(key, 0) for part in parts) for key in ("whole", "seconds"))
+            print(f"| {kind} | {counts.total()} | {which} | {whole} | {minutes / 60:.0f} | {len(wrong)} |")
+        faults += wrong
+    print("\n".join(faults))
+    return not faults
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="of the run's counts, JSON; made where there is none")
+    parser.add_argument("file", type=Path, nargs="+", help="of the run's counts, JSON; made where there is none")
     parser.add_argument("--batches", type=int, default=0, help="kills of batch jobs, earlier ones of the file included")
     parser.add_argument("--servers", type=int, default=0, help="kills of servers, likewise")
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no other kill begins (3600)")
+    parser.add_argument("--jobs", type=int, default=1, help="that run side by side (1)")
     parser.add_argument("--start", type=float, default=120.0, help="seconds for a job to be ready (120)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--table", action="store_true", help="print what the file says, and kill nothing")
     asked = parser.parse_args(argv)
-    kills = Kills(asked.file, asked.seed)
-    if not asked.table:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what runs is ended and removed
-        until = time.monotonic() + asked.seconds
-        batches(kills, asked.batches, until, asked.start)
-        servers(kills, asked.servers, until, asked.start)
-    run = {kind: part for kind, part in kills.run.items() if part["kills"]}
-    table(run)
-    return 1 if any(part["wrong"] for part in run.values()) else 0
+    if asked.table:
+        return 0 if table([json.loads(file.read_text()) for file in asked.file]) else 1
+    if len(asked.file) > 1:
+        parser.error("several files can only be added up, with --table")
+    kills = Kills(asked.file[0], asked.seed)
+    stop = [(number, signal.signal(number, kills.stop)) for number in (signal.SIGTERM, signal.SIGINT)]
+    until = time.monotonic() + asked.seconds
+    try:
+        for work, goal in ((batches, asked.batches), (servers, asked.servers)):
+            if goal:
+                side_by_side(asked.jobs, partial(work, kills, goal, until, asked.start))
+    finally:
+        for number, before in stop:
+            signal.signal(number, before)
+    return 0 if table([kills.run]) else 1
 
 
 if __name__ == "__main__":

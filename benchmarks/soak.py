@@ -3,11 +3,11 @@
     python benchmarks/soak.py run.json --requests 1000000 --seconds 3600
     python benchmarks/soak.py run.json --table
 
-Starts `phalanx serve` with a tiny model of dummy weights on two CPU ranks and asks for streams, tools, grammars,
-log-probabilities, embeddings, responses, conversations, files, batches and wrong things; many are given up in the
-middle. After every --round requests the server is left alone until it is idle, and what it holds is written to
-run.json: memory, file descriptors and threads of each kind of process, KV blocks in use, shared memory, files in its
-temporary, state and storage directories, bytes of its log.
+Starts `phalanx serve` with a tiny model of dummy weights (on two CPU ranks: --ranks, --device) and asks for streams,
+tools, grammars, log-probabilities, embeddings, responses, conversations, files, batches and wrong things; many are
+given up in the middle. After every --round requests the server is left alone until it is idle, and what it holds is
+written to run.json: memory, file descriptors and threads of each kind of process, KV blocks in use, shared memory,
+files in its temporary, state and storage directories, bytes of its log.
 
 A run is made in slices: called again with the same file it starts another server and goes on until --requests have been
 answered. --models 2 makes a slice of two models that take turns; the server has no batches then.
@@ -33,12 +33,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
+from phalanx import child_python
 from phalanx.launcher import builtin_model
 from phalanx.launcher.commands.bench.client import Answer, Client, Failure
 from phalanx.launcher.commands.bench.run import many_files
@@ -49,7 +50,7 @@ KINDS = r"-m phalanx\.(rank\.server$|rank\.[\w.]+|rank$|launcher\.job\.rank_boot
 MPIRUN = r"\b(mpirun|prterun|mpiexec)\b"
 RENAMED = {"prterun": "mpirun", "mpiexec": "mpirun", "launcher.job.rank_bootstrap": "rank"}
 IDLE = ("phalanx_sequences_open", "phalanx_requests_running", "phalanx_requests_waiting", "phalanx_batches_unfinished")
-RANKS = ["--np", "2", "--device", "cpu", "--load-format", "dummy", "--mem", "8", "--timeout", "120"]
+RANKS = ["--load-format", "dummy", "--mem", "8", "--timeout", "120"]
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 512}  # fmt: skip
 
@@ -353,16 +354,17 @@ class Job:
         self.directories = {name: self.place / name for name in ("tmp", "state", "store")} | {"shared": shared}
         for directory in self.directories.values():
             directory.mkdir(exist_ok=True)
-        keep_kernels(self.directories["tmp"])
+        hand_on_kernels(Path(tempfile.gettempdir()), self.directories["tmp"])
         self.log = self.place / "log"
         environ = os.environ | {
             "TMPDIR": str(self.directories["tmp"]),
             "XDG_STATE_HOME": str(self.directories["state"]),
             "OMPI_MCA_btl_sm_backing_directory": str(shared),
+            "OMPI_MCA_btl_vader_backing_directory": str(shared),  # Open MPI 4
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
-        words = [str(Path(sys.executable).parent / "phalanx"), *command(self.place)]
+        words = child_python.command("-m", "phalanx.launcher.cli", *command(self.place))
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, stdout=log,
                                             stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
@@ -446,14 +448,15 @@ class Job:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait()
+        hand_on_kernels(self.directories["tmp"], Path(tempfile.gettempdir()))
         shutil.rmtree(self.place, ignore_errors=True)
         shutil.rmtree(self.directories["shared"], ignore_errors=True)
 
 
 class Server(Job):
-    """`phalanx serve` of tiny models on two ranks."""
+    """`phalanx serve` of tiny models."""
 
-    def __init__(self, models: int, options: list[str]):
+    def __init__(self, models: int = 1, ranks: int = 2, device: str = "cpu", options: Sequence[str] = ()):
         self.models = [f"tiny-{i}" for i in range(models)]
 
         def command(place: Path) -> list[str]:
@@ -465,8 +468,8 @@ class Server(Job):
                 listed = [{"name": name, "local_path": str(place / name)} for name in self.models]
                 (place / "models.yaml").write_text(json.dumps({"models": listed}))  # YAML, too
                 given = ["--models-config", str(place / "models.yaml")]
-            return ["serve", *given, *RANKS, "--max-num-seqs", "16", "--response-store", "64",
-                    "--conversation-store", "32", "--p", "0", *options]  # fmt: skip
+            return ["serve", *given, *RANKS, "--np", str(ranks), "--device", device, "--max-num-seqs", "16",
+                    "--response-store", "64", "--conversation-store", "32", "--p", "0", *options]  # fmt: skip
 
         super().__init__(command)
 
@@ -500,12 +503,12 @@ def tiny_model(place: Path) -> None:
     (place / "config.json").write_text(json.dumps(config | SMALL))
 
 
-def keep_kernels(place: Path) -> None:
-    """Hand compiled kernels on, which take a minute on a busy machine."""
+def hand_on_kernels(source: Path, target: Path) -> None:
+    """Link compiled kernels of one temporary directory into another: compiling takes a minute on a busy machine."""
     name = f"phalanx-kernels-{os.getuid()}"
-    source = Path(tempfile.gettempdir()) / name
-    with contextlib.suppress(OSError, shutil.Error):
-        shutil.copytree(source, place / name, ignore=shutil.ignore_patterns("tmp*"), copy_function=os.link)
+    with contextlib.suppress(OSError, shutil.Error):  # what is there already
+        shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("tmp*"), copy_function=os.link,
+                        dirs_exist_ok=True)  # fmt: skip
 
 
 async def figures(client: Client) -> dict[str, float]:
@@ -596,7 +599,7 @@ def done(run: dict[str, Any]) -> int:
 async def soak(asked: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
     """One slice; the file is written after every round."""
     goal = min(asked.slice or run["requests"], run["requests"] - done(run))
-    server = Server(asked.models, asked.option)
+    server = Server(asked.models, asked.ranks, asked.device, asked.option)
     slice: dict[str, Any] = {"began": round(time.time()), "models": asked.models, "warm": asked.warm, "asked": 0,
                              "seconds": 0.0, "kinds": {}, "failures": {}, "left": [], "samples": []}  # fmt: skip
     run["slices"].append(slice)
@@ -646,6 +649,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--warm", type=float, default=0.05, help="share of a slice in which caches fill (0.05)")
     made.add_argument("--clients", type=int, default=12, help="that ask at once (12)")
     made.add_argument("--models", type=int, default=1, choices=(1, 2), help="2: they take turns, and no batches (1)")
+    made.add_argument("--ranks", type=int, default=2, help="of the server (2)")
+    made.add_argument("--device", default="cpu", help="of the ranks, as `phalanx serve` takes it (cpu)")
     made.add_argument("--start", type=float, default=180.0, help="seconds for the server to be ready (180)")
     made.add_argument("--option", action="append", default=[], help="a further word for `phalanx serve`")
     made.add_argument("--table", action="store_true", help="print what the file says of each slice, and run nothing")
