@@ -24,7 +24,7 @@ from phalanx.kernels.attention import decode
 from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.embedding import embedding
-from phalanx.kernels.gemm import gemv, pipelined_gemm, swiglu_gemm
+from phalanx.kernels.gemm import gemv, pipelined_gemm
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.norm import norm
 from phalanx.kernels.rope import fp8_cache, rope
@@ -146,26 +146,6 @@ def normed_gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     }
     bytes_ = 2 * (outputs * inputs + rows * (3 * inputs + outputs))
     table.add(f"norm and linear {rows} x {outputs}x{inputs}", bytes_, versions)
-
-
-def gated_gemms(table: Table, shapes: str) -> None:
-    """An MLP's gate and up for prompts, on Hopper; the library's GEMM needs silu_mul after it."""
-    outputs, inputs = SHAPES[shapes][2]
-    weights = [randn(outputs, inputs) for _ in range(copies(outputs * inputs * 2))]
-    for rows in (1024, 2048, 8192):
-        x = randn(rows, inputs)
-        versions: dict[str, list[Call]] = {
-            "reference": [partial(gated_reference, x, w) for w in weights],
-            "library and silu_mul": [partial(library_and_silu, x, w) for w in weights],
-        }
-        if swiglu_gemm.supports(x, weights[0]):
-            versions["ours"] = [partial(swiglu_gemm.swiglu_gemm, x, w) for w in weights]
-        bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs / 2))
-        table.add(f"gated_gemm {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs, least=4)
-
-
-def gated_reference(x: Tensor, weight: Tensor) -> Tensor:
-    return activation.gated_activation_reference(torch_linear(x, weight), "silu")
 
 
 def library_and_silu(x: Tensor, weight: Tensor) -> Tensor:
@@ -365,7 +345,6 @@ def main() -> None:
             small(table)
         layers(table, asked.shapes)
         gemms(table, asked.shapes)
-        gated_gemms(table, asked.shapes)
         if asked.shapes == "8b":
             attentions(table)
     table.append(asked.json)

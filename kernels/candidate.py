@@ -24,7 +24,6 @@ class Candidate(NamedTuple):
     run: Callable[..., Any]
     # The kernel for so many rows, where the dispatcher would take this candidate; None: it would not.
     variant: Callable[..., KernelVariant | None] | None = None
-    gain: str = ""  # where it gains under 3 % of a whole step, but is kept
 
 
 def imported_late(module: str, devices: str, takes: str) -> Candidate:

@@ -30,13 +30,13 @@ this page from the declarations in `kernels/`; [kernels.md](kernels.md) says how
 def page() -> str:
     parts = [HEAD]
     for family, candidates in FAMILIES.items():
-        rows = [f"| `{one.name}` | {one.devices} | {one.takes} | {one.gain} |" for one in candidates]
+        rows = [f"| `{one.name}` | {one.devices} | {one.takes} |" for one in candidates]
         parts.append(
             "\n".join(
                 [
                     f"## {family}\n",
-                    "| candidate | devices | takes | gain, where small |",
-                    "|---|---|---|---|",
+                    "| candidate | devices | takes |",
+                    "|---|---|---|",
                     *rows,
                     "",
                 ]

@@ -20,7 +20,7 @@ from ..activation.activation import gated_activation
 from ..candidate import Candidate, choose
 from ..cpp import ops
 from ..device import DeviceCaps
-from . import cpu_gemm, cublaslt, gemv, pipelined_gemm, swiglu_gemm
+from . import cpu_gemm, cublaslt, gemv, pipelined_gemm
 
 PACK_FROM = 1 << 16  # elements; a packed GEMM takes longer to start, which smaller matrices do not win back
 ROWS_HINT = 16  # rows that the layout is chosen for; this one is the fastest, or nearly, from 1 to 256
@@ -90,7 +90,6 @@ def _library_linear(x: Tensor, weight: Tensor, gate: str, bias: Tensor | None) -
 GPU = (
     gemv.CANDIDATE,
     pipelined_gemm.CANDIDATE,
-    swiglu_gemm.CANDIDATE,
     Candidate("cublaslt.py", "GPUs", "all else, by algorithms that autotune.py has measured", _any, _library_linear),
 )
 CPU = (

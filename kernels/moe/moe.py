@@ -95,10 +95,6 @@ class ExpertCandidate(NamedTuple):
         most = f"up to {self.most} {'of them' if above else 'routed tokens per expert'}" if self.most < math.inf else ""
         return ", ".join(filter(None, (above, most, self.weights)))
 
-    @property
-    def gain(self) -> str:
-        return ""
-
     def limit(self, experts: int) -> float:
         """Most routed tokens. Of fewer experts than twice the routed tokens, many routed tokens have one in common,
         whose weights other kernels read once."""
