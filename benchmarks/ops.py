@@ -116,17 +116,17 @@ def gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     versions: dict[str, list[Call]] = {"cublas": [partial(torch_linear, x, w) for w in weights]}
     if gemv.supports(x, weights[0]) or pipelined_gemm.supports(x, weights[0]):
         versions["ours"] = [partial(linear, x, w) for w in weights]
-    for config in tile_configs(rows, outputs, inputs):
-        versions["m{}k{}s{}".format(*config)] = [
+    for config in tile_configs(rows, inputs):
+        versions["m{}k{}".format(*config)] = [
             partial(pipelined_gemm.pipelined_gemm, x, w, config=config) for w in weights
         ]
     bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs))
     table.add(f"linear {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs)
 
 
-def tile_configs(rows: int, outputs: int, inputs: int) -> Iterator[pipelined_gemm.TileConfig]:
+def tile_configs(rows: int, inputs: int) -> Iterator[pipelined_gemm.TileConfig]:
     found = device_caps(torch.device("cuda", 0))
-    return pipelined_gemm.tile_configs(rows, outputs, inputs, found.num_sms, pipelined_gemm.whole_tiles(rows, found))
+    return pipelined_gemm.tile_configs(rows, inputs, pipelined_gemm.whole_tiles(rows, found))
 
 
 def normed_gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
@@ -201,9 +201,9 @@ def layers(table: Table, shapes: str) -> None:
                 for warp in [(2, 4)] if is_gated else [(1, 8), (2, 4)]:
                     ours = partial(gemv.gemv, gate="silu" if is_gated else "", config=warp)
                     versions[f"{name} gemv {warp[0]}"] = [partial(made.run, chosen | {name: ours})]
-            for config in tile_configs(rows, *shape):
+            for config in tile_configs(rows, shape[1]):
                 ours = partial(pipelined_gemm.pipelined_gemm, config=config, gate="silu" if is_gated else "")
-                versions["{} m{}k{}s{}".format(name, *config)] = [partial(made.run, chosen | {name: ours})]
+                versions["{} m{}k{}".format(name, *config)] = [partial(made.run, chosen | {name: ours})]
         bytes_ = 8 * sum(2 * a * b for a, b in made.shapes) + 8 * rows * 256 * made.kv_heads * 512
         table.add(f"8 layers {rows}", bytes_, versions, least=2)
 

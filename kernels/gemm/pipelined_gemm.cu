@@ -13,24 +13,18 @@
 // read x once for WIDTH outputs; warps on their own, each with 16 outputs, read it once each, which from 33 rows on is
 // more than shared memory gives.
 //
-// With SPLIT above 1, which needs WHOLE and launches of as many blocks a cluster, a cluster of so many blocks shares
-// one tile: each multiplies its part of the inputs, and they add their sums up through each other's shared memory. A
-// tile may then have SPLIT times the outputs, so that x comes from the second-level cache that much less often: with
-// tiles of 32 outputs 64 rows of x are twice the bytes of W.
-//
-// With UNEVEN, which needs SPLIT to be 1, the last tile has fewer outputs of y: what TMA brings in addition, zeros or
+// With UNEVEN the last tile has fewer outputs of y: what TMA brings in addition, zeros or
 // the first rows of the up matrix, is multiplied and not stored.
 
 constexpr int ROWS = 8 * TILES;                // of x
 constexpr int BOXES = KC / 64;                 // of a chunk
 constexpr int STAGE = (M + ROWS) * KC * 2;     // bytes
-constexpr int CHUNKS = I / KC / SPLIT;         // of a tile, that a block takes
+constexpr int CHUNKS = I / KC;                 // of a tile
 constexpr int SUBTILES = WHOLE ? 4 : M / 16;   // of a tile, one to a warp
 constexpr int GROUPS = WHOLE || SUBTILES > 4 ? 1 : SUBTILES > 2 ? 2 : 4;  // of warps that take turns along a chunk
 constexpr int THREADS = SUBTILES * GROUPS * 32;  // that multiply
 constexpr int OUTS = GATED ? M / 2 : M;        // what a tile is to y
 constexpr int WIDE = ROWS + 1;
-static_assert(!UNEVEN || SPLIT == 1);
 constexpr int PARTS = M > 128 ? 2 : 1, WIDTH = M / PARTS;  // of a tile's outputs, each of one instruction
 #include "tma.cuh"
 #include "mma.cuh"
@@ -61,41 +55,7 @@ __device__ inline void store(const float* sums, const T* bias, T* y, int first, 
 #endif
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int PITCH = M + 8;  // of the sums that the blocks of a cluster exchange, [64, M] f32: without bank conflicts
-
-// The sum over the cluster's blocks of four values that begin `at` bytes into each one's shared memory.
-__device__ inline float4 cluster_total(unsigned at) {
-    float4 sum = {};
-#pragma unroll
-    for (int rank = 0; rank < SPLIT; rank++) {
-        const float4 part = load_from_block(at, rank);
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-    }
-    return sum;
-}
-
-// This block's part of the cluster's tile, whose first output is `first` of y's.
-__device__ inline void store_split(const float* sums, const T* bias, T* y, int first, int width, int rows) {
-    constexpr int MINE = OUTS / SPLIT, FOURS = MINE / 4;
-    for (int i = threadIdx.x; i < rows * FOURS; i += THREADS) {
-        const int row = i / FOURS, out = cluster_rank() * MINE + i % FOURS * 4, column = first + out;
-        const unsigned at = smem_address(sums + row * PITCH + out);
-        const float4 sum = cluster_total(at), up = GATED ? cluster_total(at + OUTS * sizeof(float)) : sum;
-        const float of_gate[] = {sum.x, sum.y, sum.z, sum.w}, of_up[] = {up.x, up.y, up.z, up.w};
-        Vec<T, 4> four;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float value = of_gate[j] + (BIAS ? to_float(bias[column + j]) : 0);
-            if constexpr (GATED)
-                four.x[j] = from_float<T>(gated<T, ACT>(value, of_up[j] + (BIAS ? to_float(bias[width + column + j]) : 0)));
-            else
-                four.x[j] = from_float<T>(value);
-        }
-        *(Vec<T, 4>*)(y + (long long)row * width + column) = four;
-    }
-}
-
-// Sums in registers of a tile that this block has alone, whose first output is `first` of y's.
+// Sums in registers of a tile whose first output is `first` of y's.
 __device__ __forceinline__ void store_sums(const float (&sum)[PARTS][WIDTH / 2], const T* bias, T* y, int first, int width,
                                            int rows) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = first + lane % 4 * 2;
@@ -128,9 +88,9 @@ __device__ __forceinline__ void store_sums(const float (&sum)[PARTS][WIDTH / 2],
     }
 }
 
-// The block's tiles, `mine` of them, WHOLE. With SPLIT it has one, and `sums` is what the cluster's blocks read.
-__device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* full, Barrier* empty, float* sums, int mine,
-                                   int width, int rows) {
+// The block's tiles, `mine` of them, WHOLE.
+__device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* full, Barrier* empty, int mine, int width,
+                                   int rows) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float sum[PARTS][WIDTH / 2];  // of row warp * 16 + lane / 4 and 8 below, pairs of outputs lane % 4 * 2 of each eight
     for (int t = 0, n = 0; t < mine; t++) {
@@ -154,32 +114,18 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
         }
 #pragma unroll
         for (int p = 0; p < PARTS; p++) fence_registers(sum[p]);
-        if constexpr (SPLIT > 1) {
-#pragma unroll
-            for (int r = 0; r < M / 2; r += 2) {
-                const float* pair = sum[r / (WIDTH / 2)] + r % (WIDTH / 2);
-                const int row = warp * 16 + lane / 4 + r % 4 / 2 * 8;
-                *(float2*)(sums + row * PITCH + r / 4 * 8 + lane % 4 * 2) = make_float2(pair[0], pair[1]);
-            }
-            cluster_sync();
-            store_split(sums, bias, y, blockIdx.x / SPLIT * OUTS, width, rows);
-            cluster_sync();  // no block leaves while another may read its sums
-            return;
-        }
         store_sums(sum, bias, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
     }
 }
 #endif
 
 #if __CUDA_ARCH__ >= 900
-// The warp that has TMA bring `count` chunks. W does not change: it is asked for before the kernel's predecessor has
-// ended.
+// The warp that has TMA bring `count` chunks.
 __device__ __forceinline__ void produce(const TensorMap* of_x, const TensorMap* of_w, unsigned ring, Barrier* full,
                                         Barrier* empty, int count, int width, int rows) {
-    const int first_input = blockIdx.x % SPLIT * (I / SPLIT);
     auto ask = [&](int n) {  // for W's part of the n-th chunk
-        int stage = n % STAGES, tile = blockIdx.x / SPLIT + n / CHUNKS * gridDim.x;
-        const int at = first_input + n % CHUNKS * KC;
+        int stage = n % STAGES, tile = blockIdx.x + n / CHUNKS * gridDim.x;
+        const int at = n % CHUNKS * KC;
         mbarrier_expect(full + stage, (M + rows) * KC * 2);
 #pragma unroll
         for (int b = 0; b < BOXES; b++) {
@@ -189,20 +135,12 @@ __device__ __forceinline__ void produce(const TensorMap* of_x, const TensorMap* 
         }
     };
     auto ask_x = [&](int n) {
-        int stage = n % STAGES, at = first_input + n % CHUNKS * KC;
+        int stage = n % STAGES, at = n % CHUNKS * KC;
 #pragma unroll
         for (int b = 0; b < BOXES; b++)
             tma_load(ring + stage * STAGE + (BOXES * M + b * ROWS) * 128, of_x, at + b * 64, 0, full + stage);
     };
-    for (int n = 0; n < STAGES && n < count; n++) ask(n);
-    grid_wait();
-    launch_dependents();
-    for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
-    for (int n = STAGES; n < count; n++) {
-        mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
-        ask(n);
-        ask_x(n);
-    }
+    fill_ring(count, empty, ask, ask_x);
 }
 #endif
 
@@ -216,7 +154,7 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
     float* sums = (float*)((char*)memory + (ring - smem_address(memory)) + STAGES * STAGE);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int width = GATED ? outputs / 2 : outputs, tiles = UNEVEN ? (width + OUTS - 1) / OUTS : outputs / M;
-    const int mine = SPLIT > 1 ? 1 : (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, count = mine * CHUNKS;
+    const int mine = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, count = mine * CHUNKS;
     if (thread == 0) init_ring(full, empty, THREADS / 32);
     __syncthreads();
     if (warp == THREADS / 32 && elected()) {
@@ -225,7 +163,7 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
         grid_wait();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
         if constexpr (WHOLE) {
-            whole_tiles(bias, y, ring, full, empty, sums, mine, width, rows);
+            whole_tiles(bias, y, ring, full, empty, mine, width, rows);
             return;
         }
 #endif

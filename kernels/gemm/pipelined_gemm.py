@@ -17,14 +17,9 @@ from .gemv import readable
 
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (64, 128, 256)  # inputs of a chunk
-SPLITS = (4, 2, 1)  # blocks that share a tile
 MAX_ROWS = 64
 WHOLE_FROM = 33  # rows, for which Hopper's instructions for 64 rows are the faster ones
 MAX_STAGES = 16
-# Inputs from which on sharing gains more than exchanging the sums costs. On an H200 (2026-11-23), 64 rows: 3584 x 18944
-# by four blocks takes 36.0 us instead of 39.1, 4096 x 14336 by two 30.4 instead of 31.2, and 3584 x 3584 by two 9.6
-# instead of 9.2.
-SPLIT_FROM = 12288
 UNEVEN_GAIN = 0.9  # of the time of tiles that divide the outputs
 
 
@@ -33,7 +28,6 @@ class TileConfig(NamedTuple):
 
     outputs: int  # of a tile
     inputs: int  # of a chunk
-    split: int = 1  # blocks that share a tile, each a part of its inputs: Hopper, from WHOLE_FROM rows on
 
 
 def supports(x: Tensor, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> bool:
@@ -73,13 +67,10 @@ def choose(rows: int, outputs: int, inputs: int, num_sms: int, whole: bool = Fal
     height = min((h for h in heights if outputs % h == 0), key=time, default=0)
     if outputs >= HEIGHTS[0] * num_sms:  # a last tile of fewer outputs costs little where tiles are many
         uneven = min(heights, key=time)
-        if not height or (whole and inputs < SPLIT_FROM and time(uneven) < UNEVEN_GAIN * time(height)):
+        if not height or (whole and time(uneven) < UNEVEN_GAIN * time(height)):
             height = uneven
-    for split in SPLITS if whole and inputs >= SPLIT_FROM else (1,):
-        length = _length(height * split, inputs // split)
-        if height and length and splits(height * split, outputs, inputs, num_sms, split):
-            return TileConfig(height * split, length, split)
-    return None
+    length = _length(height, inputs)
+    return TileConfig(height, length) if height and length else None
 
 
 def _length(height: int, inputs: int) -> int:
@@ -104,12 +95,11 @@ def pipelined_gemm(
         "pipelined_gemm", "pipelined_gemm", x.dtype, shared,
         **sizes(rows, outputs, inputs, config, gate, bias is not None, whole),
     )  # fmt: skip
-    blocks = min(-(-outputs // config.outputs) * config.split, found.num_sms)
+    blocks = min(-(-outputs // config.outputs), found.num_sms)
     threads = 32 + 32 * (4 if whole else config.outputs // 16 * _groups(config))
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
     of_w = jit.tensor_map(weight.data_ptr(), outputs, inputs, config.outputs // 2 if gate else config.outputs, inputs)
-    kernel((blocks, 1, 1), threads, of_x, of_w, x if bias is None else bias, y, rows, outputs,
-           shared=shared, cluster=config.split)  # fmt: skip
+    kernel((blocks, 1, 1), threads, of_x, of_w, x if bias is None else bias, y, rows, outputs, shared=shared)
     return y
 
 
@@ -128,7 +118,6 @@ def sizes(
         **gate_sizes(gate),
         BIAS=int(bias),
         WHOLE=int(whole),
-        SPLIT=config.split,
         UNEVEN=int(outputs % config.outputs > 0),
     )
 
@@ -138,21 +127,11 @@ def whole_tiles(rows: int, caps: DeviceCaps) -> bool:
     return caps.hopper and rows >= WHOLE_FROM
 
 
-def tile_configs(rows: int, outputs: int, inputs: int, num_sms: int, whole: bool) -> Iterator[TileConfig]:
-    """All that `pipelined_gemm` takes for these sizes. whole: tiles take all 64 rows, so that blocks may share one."""
-    for config in itertools.starmap(TileConfig, itertools.product(HEIGHTS, LENGTHS, SPLITS if whole else (1,))):
-        divides = inputs % (config.inputs * config.split) == 0
-        fits = rows <= MAX_ROWS and stages(config, rows, whole)[0] > 1
-        if fits and divides and splits(config.outputs, outputs, inputs, num_sms, config.split):
+def tile_configs(rows: int, inputs: int, whole: bool) -> Iterator[TileConfig]:
+    """All that `pipelined_gemm` takes for these sizes. whole: tiles take all 64 rows."""
+    for config in itertools.starmap(TileConfig, itertools.product(HEIGHTS, LENGTHS)):
+        if rows <= MAX_ROWS and inputs % config.inputs == 0 and stages(config, rows, whole)[0] > 1:
             yield config
-
-
-def splits(height: int, outputs: int, inputs: int, num_sms: int, split: int) -> bool:
-    """Whether so many blocks may share each tile of this height. All clusters must be there at once; of four blocks an
-    H200 takes 28 and more, but not 32 (2026-11-23), as one lies within a part of the GPU."""
-    at_once = outputs // height * split <= (num_sms * 7 // 8 if split > 2 else num_sms)
-    even = outputs % height == height % (8 * split) == inputs % split == 0
-    return split == 1 or (at_once and even and height in HEIGHTS)
 
 
 def row_tiles(rows: int, whole: bool) -> int:
@@ -169,8 +148,6 @@ def stages(config: TileConfig, rows: int, whole: bool = False) -> tuple[int, int
     """Chunks that a block holds at once, and all bytes of its shared memory, as pipelined_gemm.cu lays it out."""
     padded = 8 * row_tiles(rows, whole)
     sums = 0 if whole else _groups(config) * config.outputs * (padded + 1) * 4
-    if config.split > 1:
-        sums = padded * (config.outputs + 8) * 4
     stage = (config.outputs + padded) * config.inputs * 2
     count = min((WHOLE_SHARED - 1024 - sums) // stage, MAX_STAGES)
     return count, 1024 + count * stage + sums

@@ -136,22 +136,18 @@ def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
 @pytest.mark.parametrize(
     "outputs, inputs, want",
     [
-        (3584, 18944, TileConfig(128, 128, 4)),
-        (4096, 14336, TileConfig(64, 256, 2)),  # four times 32 clusters are not all there at once
+        (4096, 14336, TileConfig(32, 256)),
         (4096, 4096, TileConfig(32, 256)),
         (28672, 4096, TileConfig(224, 64)),
         (37888, 3584, TileConfig(96, 128)),  # three tiles on each multiprocessor, of which the last has 64 outputs
         (27392, 4096, TileConfig(224, 64)),
-        (16384, 16384, TileConfig(128, 128)),  # 128 tiles
     ],
 )
-def test_blocks_share_a_tile_where_inputs_are_many(outputs, inputs, want):
+def test_tiles_of_all_64_rows_may_not_divide_the_outputs(outputs, inputs, want):
     assert choose(64, outputs, inputs, 132, True) == want
     count, shared = stages(want, 64, True)
     assert count >= 2 and shared <= WHOLE_SHARED
-    for config in tile_configs(64, outputs, inputs, 132, True):
-        assert inputs % (config.inputs * config.split) == 0
-        assert config.split == 1 or outputs % config.outputs == config.outputs % (8 * config.split) == 0
+    assert all(inputs % config.inputs == 0 for config in tile_configs(64, inputs, True))
 
 
 def test_the_first_of_equals_is_the_largest():
