@@ -25,6 +25,7 @@ import torch
 from phalanx.benchmarks import formats_written
 from phalanx.benchmarks.builtin_model.heldout import documents
 from phalanx.comm import mesh, threads
+from phalanx.kernels.quantized.linear import dequantize
 from phalanx.kernels.quantized.super_blocks import q2_k, q3_k, q4_k, q5_k, q6_k
 from phalanx.launcher import builtin_model
 from phalanx.launcher.commands.convert import CALIBRATED, IN_FILES, ConvertOptions, read_windows
@@ -109,7 +110,7 @@ def padded(name: str, folder: Path) -> Path:
     def through(x: Tensor) -> Tensor:
         inputs = x.shape[1]
         wide = torch.nn.functional.pad(x, (0, -inputs % codec.GROUP))
-        return codec.dequantize(codec.pack(*codec.encode(wide)))[:, :inputs]
+        return dequantize(codec.pack(*codec.encode(wide)))[:, :inputs]
 
     return changed(through, folder / f"{name}-padded")
 

@@ -36,6 +36,7 @@ from phalanx.kernels.quantized import (
     quantized_gemm,
     quantized_wgmma,
 )
+from phalanx.kernels.quantized import linear as packed_linear
 from phalanx.kernels.quantized.codec import SuperBlock
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.ggml_types import Decoded
@@ -103,7 +104,7 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
 
 def by_pieces(x: Tensor, packed: Packed, gate: str) -> Tensor:
     if packed.layout.header == cuda_layouts.E4M3_WIDE.header:
-        return floats.linear(x, packed, gate)
+        return packed_linear.linear(x, packed, gate)
     if packed_gemm.supports(x, packed):
         return packed_gemm.linear(x, packed, gate)
     return by_bf16(x, packed_gemm.dequantize(packed, x.dtype), gate)

@@ -22,8 +22,8 @@ from torch import Tensor
 from ..activation.activation import activate
 from ..device import DeviceCaps, device_caps
 from ..gemm.linear import gated_linear, linear
-from ..quantized import floats
 from ..quantized.floats import Floats
+from ..quantized.linear import dequantize
 from ..quantized.stack import Stack
 from . import expert_mlp, experts_cpu, plain_experts, quantized_experts
 from .expert_mlp import SharedExperts
@@ -283,7 +283,9 @@ def matrix(stack: Matrices, expert: int, dtype: torch.dtype) -> Tensor:
     """[outputs, inputs] of one expert."""
     if isinstance(stack, Stack):
         return stack.expert(expert, dtype)
-    return floats.dequantize(stack.expert(expert), dtype) if isinstance(stack, Floats) else stack[expert].to(dtype)
+    if isinstance(stack, Floats):
+        return dequantize(stack.expert(expert), dtype)
+    return stack[expert].to(dtype)
 
 
 def plain(stack: Matrices, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, cpu_layouts, cuda_layouts, int8_codes, packed_gemm, panels, target
+from . import blocks_cpu, cpu_layouts, cuda_layouts, int8_codes, packed_gemm, target
 
 UNIT = int8_codes.GROUP  # inputs that a group has a multiple of
 TINY = 2.0**-25  # by which a scale may be rounded: f16's, of numbers below 2^-14
@@ -80,8 +80,3 @@ def kept_bits(bits: int, group: int, inputs: int, symmetric: bool, device: torch
         return cpu_layouts.int4(group, not symmetric).bits
     of_scale = cuda_layouts.INT4_INPUTS if group % cuda_layouts.INT4_INPUTS == 0 else UNIT
     return cuda_layouts.int4(of_scale, not symmetric).bits
-
-
-FORM = None  # these are no super-blocks
-dequantize, linear = panels.dequantize, panels.linear
-variants = packed_gemm.variants  # what `linear` is compiled as on a GPU

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from .. import jit
 
 
 class SuperBlock(NamedTuple):
@@ -21,8 +19,8 @@ class SuperBlock(NamedTuple):
     minima: bool = True  # whether groups have them
 
 
-class StackCodec(Protocol):
-    """The codec interface for stacks of experts."""
+class Codec(Protocol):
+    """What packs weights. All packed forms are multiplied and dequantised by linear.py."""
 
     @property
     def pack(self) -> Callable[..., Any]:
@@ -32,27 +30,6 @@ class StackCodec(Protocol):
     @property
     def FORMS(self) -> tuple[Callable[..., Any], ...]:
         """Functions like `pack`, to be tried in turn until one makes the same form of all experts' weights."""
-
-    @property
-    def dequantize(self) -> Callable[..., Tensor]:
-        """(packed, dtype, first, last): outputs first to last, [last - first, I]; first is a multiple of 16."""
-
-
-class Codec(StackCodec, Protocol):
-    """The codec interface for linears."""
-
-    @property
-    def FORM(self) -> SuperBlock | None:
-        """The form of super-blocks, if weights are packed into them."""
-
-    @property
-    def linear(self) -> Callable[..., Tensor]:
-        """(x, packed, gate, bias): x [T, inputs] → [T, outputs]; with an activation as gate, act(gate) * up of outputs
-        that are gate over up."""
-
-    @property
-    def variants(self) -> Callable[..., Iterator[jit.KernelVariant]]:
-        """(rows, packed, dtype, gate, bias, caps): what GEMMs of so many rows, each, are compiled as on this GPU."""
 
 
 class Encoder(Codec, Protocol):

@@ -18,9 +18,6 @@ GROUP = cuda_layouts.E4M3.inputs
 UNITS = 512, 256, 128, 64, GROUP  # inputs of a scale: the first of which a rank has whole ones
 CHUNK = 1 << 22  # elements that are encoded at once: what that takes is small beside a matrix
 
-FORM = None  # these are no super-blocks
-dequantize, linear, variants = floats.dequantize, floats.linear, floats.variants
-
 
 def unit_of(inputs: int) -> int:
     return next(unit for unit in UNITS if inputs % unit == 0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..activation.activation import gated_activation
 from ..cpp import ops
 from ..cpp.scratch import Scratch
 from . import packing_cpu, target
@@ -80,14 +81,14 @@ def supports(x: Tensor) -> bool:
     return 0 < len(x) <= MAX_ROWS and x.stride(1) == 1 and x.dtype in ops.SUFFIXES
 
 
-def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    """[T, O], where it supports; sums are f32."""
+def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """[T, O], or gated [T, O / 2], where it supports; sums are f32."""
     rows, (inputs, outputs) = len(x), (packed.inputs, packed.outputs)
     y = x.new_empty(rows, outputs)
     wide, calls = _widened(x, Scratch(rows))
     of_weight = (packed.codes, packed.scales, bias, y, rows, inputs, outputs, wide.stride(0), packed.unit)
     ops.run(*calls, (ops.typed(SOURCE, "e4m3_linear", x.dtype), (wide, *of_weight)))
-    return y
+    return gated_activation(y, gate) if gate else y
 
 
 def _widened(x: Tensor, scratch: Scratch, offsets: Tensor | None = None, experts: int = 0) -> tuple[Tensor, ops.Calls]:

@@ -6,9 +6,6 @@ from torch import Tensor
 
 from . import floats
 
-FORM = None  # these are no super-blocks
-dequantize, linear, variants = floats.dequantize, floats.linear, floats.variants
-
 
 def pack(codes: Tensor, scales: Tensor) -> floats.Packed:
     """The form that GEMMs like best on their device."""

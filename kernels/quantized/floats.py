@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..activation.activation import gated_activation
-from . import cuda_layouts, e4m3_cpu, packed_gemm, panels, target
+from . import cuda_layouts, e4m3_cpu, packed_gemm, target
 
 
 class Floats(NamedTuple):
@@ -92,9 +91,6 @@ def pack_for_gpus(plain: Floats, weight_only: bool = False) -> packed_gemm.Packe
     return cuda_layouts.pack_bytes(plain.codes, scales, cuda_layouts.E4M3)
 
 
-FORM, FORMS = None, (pack_for_device,)
-
-
 def in_packed_tiles(inputs: int, unit: int) -> bool:
     """Whether GPUs have weights of so many inputs, of which `unit` share a scale, in packed tiles."""
     return inputs % cuda_layouts.E4M3.inputs == unit % cuda_layouts.E4M3.inputs == 0
@@ -107,20 +103,3 @@ def kept_bits(inputs: int, unit: int, device: torch.device) -> float:
     if not in_packed_tiles(inputs, unit):
         return 0
     return (cuda_layouts.E4M3_WIDE if cuda_layouts.takes_wide(inputs, unit) else cuda_layouts.E4M3).bits
-
-
-dequantize = panels.dequantize
-
-
-def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O], contiguous.
-
-    gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
-    """
-    if isinstance(packed, e4m3_cpu.Packed) and e4m3_cpu.supports(x):
-        y = e4m3_cpu.linear(x, packed, bias)
-        return gated_activation(y, gate) if gate else y
-    return panels.linear(x, packed, gate, bias)
-
-
-variants = packed_gemm.variants

@@ -46,7 +46,7 @@ class Parts(NamedTuple):
         made = type(packed)(*(next(rest).flatten(0, 1) if isinstance(one, Tensor) else one for one in packed))
         if "outputs" in made._fields:
             made = made._replace(outputs=count * padded(outputs))
-        return Stack(self.stack.codec, made, (count, outputs, inputs))
+        return Stack(made, (count, outputs, inputs))
 
 
 def parts(stack: Any) -> Parts:
@@ -68,7 +68,7 @@ def repack_for_gpu(stack: Any) -> Any:
         made = _tiles(packed.layout, packed.layout.tables.unpack(packed.blocks))
     else:
         return stack
-    return Stack(stack.codec, made._replace(outputs=packed.outputs), stack.shape)
+    return Stack(made._replace(outputs=packed.outputs), stack.shape)
 
 
 def _tiles(layout: cpu_layouts.Layout, tables: dict[str, Tensor]) -> packed_gemm.Packed:

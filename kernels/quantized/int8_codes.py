@@ -6,16 +6,14 @@ rows, dequantising a panel of the weight first and multiplying with the library 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import jit
 from ..cpp import ops
-from . import blocks_cpu, cpu_layouts, cuda_layouts, ggml_encoders, packed_gemm, packing_cpu, panels, target
-from .codec import SuperBlock
+from . import blocks_cpu, cpu_layouts, cuda_layouts, ggml_encoders, packed_gemm, packing_cpu, target
 from .ggml_types import TYPES, Type
 
 GROUP = 32  # inputs with one scale
@@ -96,9 +94,7 @@ def pack(codes: Tensor, scales: Tensor) -> Packed:
 class Int8Codes:
     """The codec of one of ggml's types."""
 
-    FORM: SuperBlock | None = None  # these are no super-blocks
     GROUP = GROUP
-    dequantize, linear = staticmethod(panels.dequantize), staticmethod(panels.linear)
 
     def __init__(self, type: Type):
         self.type, self.name = type, type.name
@@ -131,10 +127,6 @@ class Int8Codes:
     def kept_bits(self, inputs: int, device: torch.device) -> float:
         """Bits of a weight as `pack` keeps it, with its share of the scale."""
         return BITS
-
-    @property
-    def variants(self) -> Callable[..., Iterator[jit.KernelVariant]]:
-        return packed_gemm.variants
 
 
 CODECS = {name: Int8Codes(type) for name, type in TYPES.items() if type.kept_as_q8_0}

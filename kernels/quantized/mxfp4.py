@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, cpu_layouts, cuda_layouts, floats, packed_gemm, panels
-from .codec import StackCodec
+from . import blocks_cpu, cpu_layouts, cuda_layouts, floats, packed_gemm
+from .codec import Codec
 from .floats import Floats
 from .stack import Stack, padded, stack
 
@@ -45,7 +45,7 @@ def experts(
         some = slice(index * at_once, (index + 1) * at_once)
         return [in_order(x[some]).flatten(0, 1) for x in (codes, scales)]
 
-    return stack(cast(StackCodec, sys.modules[__name__]), encoded, (count, outputs, inputs), at_once)
+    return stack(cast(Codec, sys.modules[__name__]), encoded, (count, outputs, inputs), at_once)
 
 
 def kept_bits(outputs: int, inputs: int, other_inputs: int, device: torch.device) -> float:
@@ -69,4 +69,4 @@ def pack(codes: Tensor, scales: Tensor) -> Packed:
     return cpu_layouts.pack(cpu_layouts.MXFP4, each, scales=scales)
 
 
-FORMS, dequantize = (pack,), panels.dequantize
+FORMS = (pack,)

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 
 from .. import host_memory
 from . import target
-from .codec import StackCodec
+from .codec import Codec
+from .linear import dequantize
 
 BLOCK = 16  # outputs that packed forms keep together
 Encoded = Callable[[int], Sequence[Tensor]]  # the encoded tensors of the next n experts, [n * O, ...] each
@@ -24,7 +25,6 @@ Encoded = Callable[[int], Sequence[Tensor]]  # the encoded tensors of the next n
 class Stack(NamedTuple):
     """Weights [E, O, I]."""
 
-    codec: StackCodec
     packed: Any  # of [E * P, I]
     shape: tuple[int, int, int]
 
@@ -35,7 +35,7 @@ class Stack(NamedTuple):
     def expert(self, index: int, dtype: torch.dtype) -> Tensor:
         """The weight [O, I] of one."""
         first = index * padded(self.shape[1])
-        return self.codec.dequantize(self.packed, dtype, first, first + self.shape[1])
+        return dequantize(self.packed, dtype, first, first + self.shape[1])
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """All weights [E, O, I], contiguous."""
@@ -45,7 +45,7 @@ class Stack(NamedTuple):
         """Experts first to last: [last - first, O, I], contiguous."""
         _, outputs, inputs = self.shape
         room = padded(outputs)
-        whole = self.codec.dequantize(self.packed, dtype, first * room, last * room).view(-1, room, inputs)
+        whole = dequantize(self.packed, dtype, first * room, last * room).view(-1, room, inputs)
         return whole[:, :outputs].contiguous()
 
 
@@ -55,7 +55,7 @@ def padded(outputs: int) -> int:
 
 
 def stack(
-    codec: StackCodec, encoded: Encoded, shape: tuple[int, int, int], at_once: int = 1, in_host: bool = False
+    codec: Codec, encoded: Encoded, shape: tuple[int, int, int], at_once: int = 1, in_host: bool = False
 ) -> Stack:
     """Packs so many experts after the others, the last perhaps fewer, so that no more of them are there twice.
 
@@ -66,16 +66,14 @@ def stack(
 
 
 def split_for_host(
-    codec: StackCodec, encoded: Encoded, shape: tuple[int, int, int], at_once: int, in_host: bool, first: int
+    codec: Codec, encoded: Encoded, shape: tuple[int, int, int], at_once: int, in_host: bool, first: int
 ) -> tuple[Stack, Stack]:
     """`stack` of the first experts and of the others, in one form. The first stay on the device that packs them."""
     parts = (range(first), False), (range(first, shape[0]), in_host)
     for form in codec.FORMS:
         both = _packed(form, encoded, shape, at_once, in_host, parts)
         if both:
-            one, other = (
-                Stack(codec, packed, (len(some), *shape[1:])) for packed, (some, _) in zip(both, parts, strict=True)
-            )
+            one, other = (Stack(packed, (len(some), *shape[1:])) for packed, (some, _) in zip(both, parts, strict=True))
             return one, other
     raise ValueError(f"{codec} packs the weights of {shape[0]} experts into several forms")
 

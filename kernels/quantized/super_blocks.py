@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import jit
 from ..cpp import ops
-from . import affine, cpu_layouts, cuda_layouts, ggml_encoders, packed_gemm, packing_cpu, panels, target
-from .codec import SuperBlock
+from . import affine, cpu_layouts, cuda_layouts, ggml_encoders, packed_gemm, packing_cpu, target
 from .ggml_types import TYPES, Decoded, Type, weights
 
 CHUNK = 1 << 23  # elements that are decoded at once: what that takes is small beside a matrix
@@ -40,11 +38,8 @@ class Plain(NamedTuple):
 class SuperBlocks:
     """The codec of one type."""
 
-    dequantize, linear = staticmethod(panels.dequantize), staticmethod(panels.linear)
-
     def __init__(self, type: Type):
         self.type, self.name = type, type.name
-        self.FORM: SuperBlock | None = type.form
         self.GROUP = type.form.super
         self.FORMS: tuple[Callable[..., Any], ...] = (self.pack,)
 
@@ -85,10 +80,6 @@ class SuperBlocks:
         if device.type == "cpu" and ops.available():
             return cpu_layouts.super_blocks(form).bits
         return self.type.bytes * 8 / form.super
-
-    @property
-    def variants(self) -> Callable[..., Iterator[jit.KernelVariant]]:
-        return packed_gemm.variants
 
 
 class Q4_0(SuperBlocks):

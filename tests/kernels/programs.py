@@ -15,7 +15,7 @@ from phalanx.kernels.gemm import pipelined_gemm
 from phalanx.kernels.gemm.pipelined_gemm import TileConfig
 from phalanx.kernels.moe import expert_mlp, group, host_exchange, plain_experts, quantized_experts, router
 from phalanx.kernels.moe.router import RouterParams
-from phalanx.kernels.quantized import cuda_layouts, int8_codes, packed_gemm
+from phalanx.kernels.quantized import cuda_layouts, packed_gemm
 from phalanx.kernels.quantized.codec import SuperBlock
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.quantized_gemm import GemvConfig, GroupedConfig
@@ -76,19 +76,19 @@ def e4m3_program(dtype, inputs, config, gate, bias, alike):
 
 def quantized_experts_of(tiles, inputs, outputs, act, bias, layout=cuda_layouts.Q8_0):
     packed = packed_gemm.Packed(torch.empty(0), 0, layout)
-    stack = Stack(int8_codes.q8_0, packed, (8, outputs, inputs))
+    stack = Stack(packed, (8, outputs, inputs))
     return quantized_experts.sizes(stack, quantized_experts.tile_config(tiles, inputs, layout, bool(act)), act, 8, bias)
 
 
 def quantized_wgmma_experts_of(dtype, inputs, outputs, rows, of_tile, act, bias, layout=cuda_layouts.Q8_0):
-    stack = Stack(int8_codes.q8_0, packed_gemm.Packed(torch.empty(0), 0, layout), (8, outputs, inputs))
+    stack = Stack(packed_gemm.Packed(torch.empty(0), 0, layout), (8, outputs, inputs))
     config = quantized_experts.wgmma_config(rows, of_tile, stack)
     return "quantized_wgmma_experts", dict(T=dtype, **quantized_experts.sizes(stack, config, act, 1, bias))
 
 
 def e4m3_experts_of(dtype, inputs, outputs, config, act, bias, alike):
     packed = packed_gemm.Packed(torch.empty(0), 0, cuda_layouts.wide(128 * alike))
-    stack = Stack(int8_codes.q8_0, packed, (8, outputs, inputs))
+    stack = Stack(packed, (8, outputs, inputs))
     return "e4m3_experts", dict(T=dtype, **quantized_experts.sizes(stack, config, act, 1, bias))
 
 
@@ -99,12 +99,12 @@ def by_groups(rows, inputs, config, gate, bias, layout):
 def quantized_pipeline_of(inputs, outputs, act, bias, layout):
     packed = packed_gemm.Packed(torch.empty(0), 0, layout)
     config = quantized_experts.pipeline_config(inputs, layout)
-    return quantized_experts.sizes(Stack(int8_codes.q8_0, packed, (8, outputs, inputs)), config, act, 8, bias)
+    return quantized_experts.sizes(Stack(packed, (8, outputs, inputs)), config, act, 8, bias)
 
 
 def expert_gemv_of(inputs, outputs, act, bias, layout, part=False):
     packed = packed_gemm.Packed(torch.empty(0), 0, layout)
-    return quantized_experts.gemv_sizes(Stack(int8_codes.q8_0, packed, (8, outputs, inputs)), act, 8, bias, part)
+    return quantized_experts.gemv_sizes(Stack(packed, (8, outputs, inputs)), act, 8, bias, part)
 
 
 E4M3 = cuda_layouts.E4M3

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from ....kernels import jit
 from ....kernels.device import DeviceCaps
+from ....kernels.quantized import linear, packed_gemm
 from ....kernels.quantized.codec import Codec
 from ._part import Part
 
 
 class PackedPart(Part):
-    """Some outputs of a linear, which `codec` multiplies. A subclass's `finish` makes what is held."""
+    """Some outputs of a linear, which `codec` packs. A subclass's `finish` makes what is held."""
 
     codec: Codec
     rows_apart = False  # whether an output's tensors are its own: then those of several experts are taken at once
@@ -42,7 +43,7 @@ class PackedPart(Part):
     def hold(self, packed: tuple[Any, ...]) -> None:
         """Keep this, or the plain weight that it is; its tensors become buffers."""
         if self.expanded:
-            plain = self.codec.dequantize(packed, self.model_dtype, 0, self.width)
+            plain = linear.dequantize(packed, self.model_dtype, 0, self.width)
             self.weight = nn.Parameter(plain, requires_grad=False)
             return
         self.packed = packed
@@ -62,14 +63,14 @@ class PackedPart(Part):
     def variants(
         self, rows: Sequence[int], gate: str, dtype: torch.dtype, caps: DeviceCaps
     ) -> Iterator[jit.KernelVariant]:
-        return self.codec.variants(rows, self.packed, dtype, gate, self.added_bias is not None, caps)
+        return packed_gemm.variants(rows, self.packed, dtype, gate, self.added_bias is not None, caps)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:
             return super().forward(x)
-        return self.codec.linear(x, self.packed, bias=self.added_bias)
+        return linear.linear(x, self.packed, bias=self.added_bias)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         if self.packed is None:
             return super().gated(x, activation)
-        return self.codec.linear(x, self.packed, activation, self.added_bias)
+        return linear.linear(x, self.packed, activation, self.added_bias)

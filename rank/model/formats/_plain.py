@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.embedding.embedding import embedding
-from ....kernels.quantized import half_floats
+from ....kernels.quantized.linear import Halves
 from ..shard import Shard
 from ..weights.slicing import Field, Source
 from ._format import Format
@@ -63,7 +63,7 @@ class HalfFloatsPart(PackedPart):
         self, dtype: torch.dtype, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]
     ):
         super().__init__(inputs, outputs, bias, sources)
-        self.codec, self.dtype = half_floats, dtype
+        self.dtype = dtype
 
     @property
     def shared(self) -> bool:
@@ -73,7 +73,7 @@ class HalfFloatsPart(PackedPart):
         return 8 * self.dtype.itemsize
 
     def finish(self) -> None:
-        self.hold(half_floats.pack(self.weight))
+        self.hold(Halves(self.weight))
         del self.weight
 
     def rows(self, ids: Tensor, start: int, scale: float, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ....kernels.moe.moe import Matrices
 from ....kernels.quantized import cuda_layouts
 from ....kernels.quantized.stack import padded, split_for_host
+from ....kernels.quantized.super_blocks import SuperBlocks
 from ..shard import Shard
 from ..weights.slicing import Field, Source
 from ._packed import PackedPart
@@ -146,10 +147,12 @@ class StackOfParts(StoredStack):
     def slot_bits(self, layer: Stacked, device: torch.device) -> float:
         """Bits on a GPU where experts lie in host memory as well: super-blocks have its own form there."""
         here = self.kept_bits(layer, device)
-        return max(here, self.kept_bits(layer, torch.device("cpu"))) if self.part.codec.FORM is None else here
+        if isinstance(self.part.codec, SuperBlocks):
+            return here
+        return max(here, self.kept_bits(layer, torch.device("cpu")))
 
     def becomes_plain(self, layer: Stacked, device: torch.device) -> bool:
-        form = self.part.codec.FORM
-        if device.type != "cuda" or form is None:
+        codec = self.part.codec
+        if device.type != "cuda" or not isinstance(codec, SuperBlocks):
             return False
-        return not cuda_layouts.takes_super_blocks(layer.inputs.width, form)
+        return not cuda_layouts.takes_super_blocks(layer.inputs.width, codec.type.form)

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ....errors import MODEL, FatalError
 from ....kernels.moe.moe import Matrices
-from ....kernels.quantized import e4m3, floats, half_floats
+from ....kernels.quantized import e4m3, floats
 from ....kernels.quantized.codec import Codec
 from ....kernels.quantized.floats import Floats
+from ....kernels.quantized.linear import Halves
 from ....kernels.quantized.stack import padded, stack
 from ..formats._format import Format
 from ..formats._stacks import AT_ONCE, Stacked, StoredStack
@@ -122,8 +123,6 @@ class ExpertStack(StoredStack):
 class Part(StoredPart):
     """A linear's outputs: codes of 8 bits, which the model's dtype is made of where they are multiplied."""
 
-    codec = floats
-
     def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
         super().__init__(scheme.fields(), inputs, outputs, bias, sources)
         self.scheme = scheme
@@ -137,7 +136,7 @@ class Part(StoredPart):
         if self.kept_bits(made.codes.device):
             self.hold(self.scheme.codec.pack(*made))
         else:
-            self.hold(half_floats.pack(made.dequantize(self.model_dtype, 0, made.outputs)))
+            self.hold(Halves(made.dequantize(self.model_dtype, 0, made.outputs)))
 
 
 def block_of(size: object, key: str) -> tuple[int, int]:

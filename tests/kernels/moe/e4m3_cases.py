@@ -8,7 +8,8 @@ import torch
 from phalanx.kernels.activation.activation import gated_activation_reference
 from phalanx.kernels.moe.group import Groups
 from phalanx.kernels.moe.moe import Inputs
-from phalanx.kernels.quantized import cuda_layouts, floats, packed_gemm
+from phalanx.kernels.quantized import cuda_layouts, packed_gemm
+from phalanx.kernels.quantized.linear import dequantize
 from phalanx.kernels.quantized.stack import Stack
 from torch import Tensor
 
@@ -27,9 +28,8 @@ def stack_of(experts: int, outputs: int, inputs: int, unit: int, device: str = "
     packed = [cuda_layouts.pack_wide(*one) for one in made]
     n_tiles = -(-outputs // 16) * 16
     whole = packed_gemm.Packed(torch.cat([one.tiles for one in packed]).to(device), experts * n_tiles, packed[0].layout)
-    codec: Any = floats
-    weights = torch.stack([floats.dequantize(one).double() for one in made]).to(device)
-    return Stack(codec, whole, (experts, outputs, inputs)), weights
+    weights = torch.stack([dequantize(one).double() for one in made]).to(device)
+    return Stack(whole, (experts, outputs, inputs)), weights
 
 
 def places(groups: Groups, expert: int) -> slice:

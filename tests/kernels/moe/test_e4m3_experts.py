@@ -14,7 +14,6 @@ from phalanx.kernels.quantized import (
     e4m3_rows,
     e4m3_weight_only,
     e4m3_wgmma,
-    int8_codes,
     packed_gemm,
     target,
 )
@@ -127,7 +126,7 @@ def test_rows_of_routed_tokens(launched, inputs, dtype, top):
 def test_what_it_is_for():
     def stacks(up, down):
         return (
-            Stack(int8_codes.q8_0, weight_of(16, 512, form)[0], (128, *shape))
+            Stack(weight_of(16, 512, form)[0], (128, *shape))
             for form, shape in ((up, (1536, 2048)), (down, (2048, 768)))
         )
 
@@ -150,7 +149,7 @@ def test_checkpoints_of_weights_alone_keep_activations_in_16_bits():
     for codec, eight_bits in ((e4m3, True), (e4m3_weight_only, False)):
         with target.packed_for("cuda"):
             packed = codec.pack(*plain)
-        w13, w2 = (Stack(codec, packed, (128, n, 512)) for n in (1024, 512))
+        w13, w2 = (Stack(packed, (128, n, 512)) for n in (1024, 512))
         assert packed.layout.header == "e4m3_wide"
         assert (quantized_experts.choose_e4m3(4096, 128, w13, w2, HOPPER) is not None) == eight_bits
         for rows in (33, 64, 256):
@@ -167,6 +166,6 @@ def test_configs():
 
 def test_every_cut_is_warmed_up():
     for experts, k in ((128, 8), (8, 2), (60, 4)):
-        w13, w2 = (Stack(int8_codes.q8_0, weight_of(16, 512, "e4m3_wide")[0], (experts, n, 512)) for n in (1024, 512))
+        w13, w2 = (Stack(weight_of(16, 512, "e4m3_wide")[0], (experts, n, 512)) for n in (1024, 512))
         used = {quantized_experts.choose_e4m3(n * k, experts, w13, w2, HOPPER) for n in moe.warm_up_rows(experts, k)}
         assert used == set(quantized_experts.E4M3_TILES.values())

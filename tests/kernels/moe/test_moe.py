@@ -6,7 +6,6 @@ from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.moe import expert_mlp, moe, plain_experts, quantized_experts
 from phalanx.kernels.moe.group import group
 from phalanx.kernels.quantized import cuda_layouts
-from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.packed_gemm import Packed
 from phalanx.kernels.quantized.stack import Stack
 
@@ -68,7 +67,7 @@ def test_every_tiling_is_warmed_up():
     for experts, k in ((128, 8), (8, 2), (60, 4)):
         used = {plain_experts.tiling(n * k, experts, torch.bfloat16) for n in moe.warm_up_rows(experts, k)}
         assert used == set(plain_experts.TILINGS.values())
-        w13, w2 = (Stack(q8_0, Packed(torch.empty(0), 0, cuda_layouts.Q8_0), (experts, 64, n)) for n in (64, 32))
+        w13, w2 = (Stack(Packed(torch.empty(0), 0, cuda_layouts.Q8_0), (experts, 64, n)) for n in (64, 32))
         rows = moe.warm_up_rows(experts, k)
         tiles = {quantized_experts.choose_tiled(n * k, experts, w13, w2, None).up.tiles for n in rows}
         assert tiles == {*quantized_experts.TILES.values(), quantized_experts.MAX_TILES}

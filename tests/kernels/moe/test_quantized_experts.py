@@ -1,6 +1,6 @@
 """The kernel for quantised experts in packed tiles, thread by thread on a CPU."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import moe, quantized_experts
 from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import Biases, Inputs, LocalExperts
-from phalanx.kernels.quantized import int8_codes, packed_gemm
+from phalanx.kernels.quantized import packed_gemm
 from phalanx.kernels.quantized.stack import Stack
 
 from .. import cuda_model
@@ -78,8 +78,7 @@ def stack_of(experts: int, outputs: int, inputs: int, form: str) -> tuple[Stack,
     made = [make(outputs, inputs, form, seed) for seed in range(experts)]
     n_tiles = -(-outputs // 16) * 16
     packed = packed_gemm.Packed(torch.cat([one.tiles for one, _ in made]), experts * n_tiles, made[0][0].layout)
-    codec: Any = None
-    return Stack(codec, packed, (experts, outputs, inputs)), torch.stack([weight for _, weight in made]).float()
+    return Stack(packed, (experts, outputs, inputs)), torch.stack([weight for _, weight in made]).float()
 
 
 def gemms(case: Case) -> tuple[tuple[str, int, bool], ...]:
@@ -192,10 +191,7 @@ def test_experts_of_few_routed_tokens(launched, case, dtype):
     ],
 )  # fmt: skip
 def test_when_routed_tokens_are_few(form, inner, routed, experts, taken):
-    w13, w2 = (
-        Stack(int8_codes.q8_0, make(16, 512, form)[0], (experts, *shape))
-        for shape in ((2 * inner, 2048), (2048, inner))
-    )
+    w13, w2 = (Stack(make(16, 512, form)[0], (experts, *shape)) for shape in ((2 * inner, 2048), (2048, inner)))
     assert (planned(routed, experts, w13, w2, GPUS[0], 8) == "GEMVs") is taken
 
 
@@ -251,8 +247,7 @@ def test_cuts_are_what_the_kernel_takes(form, tiles):
 def test_chosen_kernels(tokens, up, down, found):
     """Kernels of Qwen3-30B-A3B; of more than 6 routed tokens per expert not on Hopper, which has others."""
     w13, w2 = (
-        Stack(int8_codes.q8_0, make(16, 512, form)[0], (128, *shape))
-        for form, shape in ((up, (1536, 2048)), (down, (2048, 768)))
+        Stack(make(16, 512, form)[0], (128, *shape)) for form, shape in ((up, (1536, 2048)), (down, (2048, 768)))
     )
     few = 8 * tokens <= 6 * 128
     for has_tma, hopper in [(True, False), (False, False), *([(True, True)] if few else [])]:
@@ -268,7 +263,7 @@ def test_chosen_kernels(tokens, up, down, found):
 
 def test_few_units_leave_the_pipeline():
     """One token of a quarter of Qwen3-30B-A3B's experts: most warps would be idle."""
-    w13, w2 = (Stack(int8_codes.q8_0, make(16, 512, "q4_k")[0], (128, *shape)) for shape in ((384, 2048), (2048, 192)))
+    w13, w2 = (Stack(make(16, 512, "q4_k")[0], (128, *shape)) for shape in ((384, 2048), (2048, 192)))
     configs = planned(8, 128, w13, w2, DeviceCaps(132, "sm_90a", True, True, True))
     assert isinstance(configs.up, quantized_experts.ExpertTileConfig)
 
@@ -276,7 +271,7 @@ def test_few_units_leave_the_pipeline():
 def test_long_rows_leave_room_for_fewer_rings():
     """Rows as DeepSeek-V3 has them."""
     packed = make(16, 512, "e4m3_wide")[0]
-    found = [quantized_experts.choose_pipeline(Stack(int8_codes.q8_0, packed, (256, 4096, n))) for n in (2048, 7168)]
+    found = [quantized_experts.choose_pipeline(Stack(packed, (256, 4096, n))) for n in (2048, 7168)]
     assert [one and one.warps for one in found] == [15, 12]
 
 
@@ -297,7 +292,7 @@ WARMED += [(32, 4, 2880, 2880, form, form) for form in ("mxfp4", "q8_0")]
 def test_all_kernels_are_warmed_up(experts, k, hidden, inner, up, down, found):
     """Every kernel that a number of tokens asks for: one of those at the start has asked for it."""
     w13, w2 = (
-        Stack(int8_codes.q8_0, make(16, 512, form)[0], (experts, *shape))
+        Stack(make(16, 512, form)[0], (experts, *shape))
         for form, shape in ((up, (2 * inner, hidden)), (down, (hidden, inner)))
     )
 

@@ -9,7 +9,6 @@ from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import quantized_experts
 from phalanx.kernels.moe.moe import Biases, Inputs, LocalExperts
 from phalanx.kernels.moe.quantized_experts import WgmmaExpertsConfig
-from phalanx.kernels.quantized import int8_codes
 from phalanx.kernels.quantized.stack import Stack
 
 from .. import cuda_model
@@ -101,7 +100,7 @@ def test_experts(launched, case, dtype):
 def stacks(up, down, hidden=2048, inner=768):
     """Stacks of Qwen3-30B-A3B, unless said otherwise, without its weights."""
     return [
-        Stack(int8_codes.q8_0, weight_of(16, 512, form)[0], (128, *shape))
+        Stack(weight_of(16, 512, form)[0], (128, *shape))
         for form, shape in ((up, (2 * inner, hidden)), (down, (hidden, inner)))
     ]
 
@@ -145,7 +144,7 @@ def test_cuts_are_what_the_kernel_takes():
 )
 def test_outputs_of_a_tile(experts, hidden, inner, rows, outputs):
     shapes = (2 * inner, hidden), (hidden, inner)
-    w13, w2 = (Stack(int8_codes.q8_0, weight_of(16, 512, "mxfp4")[0], (experts, *shape)) for shape in shapes)
+    w13, w2 = (Stack(weight_of(16, 512, "mxfp4")[0], (experts, *shape)) for shape in shapes)
     routed = next(most for most, tile in quantized_experts.WGMMA_TILES.items() if tile == rows) * experts
     found = quantized_experts.choose_wgmma(routed, experts, w13, w2, HOPPER)
     assert tuple(one.outputs for one in found) == outputs and {one.rows for one in found} == {rows}

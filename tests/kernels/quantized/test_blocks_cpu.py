@@ -7,7 +7,7 @@ import torch
 from phalanx.kernels.activation.activation import clamped_swiglu, gated_activation
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.cpp.scratch import Scratch
-from phalanx.kernels.quantized import affine, blocks_cpu, cpu_layouts, e4m3_cpu, floats, mxfp4
+from phalanx.kernels.quantized import affine, blocks_cpu, cpu_layouts, e4m3_cpu, floats, linear, mxfp4
 from phalanx.kernels.quantized.blocks_cpu import Gated
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.super_blocks import q4_k, q6_k
@@ -31,7 +31,7 @@ def int4(outputs, inputs, group, zeros):
 def e2m1(outputs, inputs):
     codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
     scales = torch.randint(119, 130, (outputs, inputs // 32), dtype=torch.uint8)
-    return mxfp4.pack(codes, scales), floats.dequantize(floats.pack(codes, scales))
+    return mxfp4.pack(codes, scales), linear.dequantize(floats.pack(codes, scales))
 
 
 FORMS = {
@@ -67,15 +67,15 @@ def test_many_rows(isa, called, dtype):
     assert blocks_cpu.supports(x[: blocks_cpu.MAX_ROWS])
     fours = "avx512_vnni", "avx512_bf16", "neon_dotprod"  # and with fast matrices of bf16:
     assert blocks_cpu.supports(x) == (isa in fours or isa in ("amx", "neon_bf16") and dtype == torch.float32)
-    made = affine.linear(x, packed, bias=bias)
+    made = linear.linear(x, packed, bias=bias)
     called.clear()
     some = torch.cat([blocks_cpu.linear(one, packed, bias=bias) for one in x.split(blocks_cpu.MAX_ROWS)])
     assert [one.split("_")[-2] for one in called] == ["split", "linear"] * 3
     if blocks_cpu.supports(x):
         assert torch.equal(made, some)
-        assert affine.linear(x, int4(32, INPUTS, 64, False)[0], "silu").shape == (len(x), 16)
+        assert linear.linear(x, int4(32, INPUTS, 64, False)[0], "silu").shape == (len(x), 16)
     elif dtype == torch.float32:
-        close(made, some.double(), dtype, atol=planes_error(dtype, affine.dequantize(packed)))
+        close(made, some.double(), dtype, atol=planes_error(dtype, linear.dequantize(packed)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,8 +124,8 @@ def test_scales_at_their_ends():
     if not ops.available():
         pytest.skip("no C++ compiler that works")
     codes, scales = torch.full((4, 16), 0x7A, dtype=torch.uint8), torch.tensor([[0], [1], [2], [254]]).byte()
-    packed, want = mxfp4.pack(codes, scales), floats.dequantize(floats.pack(codes, scales))
-    assert torch.equal(mxfp4.dequantize(packed, torch.float32, 0, 4), want) and want[0, 0] == -(2.0**-127)
+    packed, want = mxfp4.pack(codes, scales), linear.dequantize(floats.pack(codes, scales))
+    assert torch.equal(linear.dequantize(packed, torch.float32, 0, 4), want) and want[0, 0] == -(2.0**-127)
 
 
 @pytest.mark.timeout(300)  # the optimised ones take their time to compile

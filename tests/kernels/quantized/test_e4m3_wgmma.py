@@ -4,9 +4,10 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.quantized import cuda_layouts, e4m3_rows, e4m3_wgmma, floats, packed_gemm
+from phalanx.kernels.quantized import cuda_layouts, e4m3_rows, e4m3_wgmma, packed_gemm
 from phalanx.kernels.quantized.e4m3_rows import E4m3Rows
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
+from phalanx.kernels.quantized.linear import dequantize
 from torch.nn.functional import silu
 
 from .. import cuda_model
@@ -37,7 +38,7 @@ def test_rows_and_weights_have_one_order():
     a, b = operand(packed).view(E4M3).double(), codes.view(E4M3).double()
     parts = torch.einsum("ouk,tuk->tou", a.unflatten(1, (2, 128)), b.unflatten(1, (2, 128)))
     found = (parts * plain.scales.double()).sum(2) * scales.double().unsqueeze(1)
-    want = x.double() @ floats.dequantize(plain).double().T
+    want = x.double() @ dequantize(plain).double().T
     assert (found - want).norm() < 0.04 * want.norm()
     numbers = torch.arange(16.0).repeat(8).view(1, 128)
     order = e4m3_rows.encode_reference(numbers * (448 / 15))[0].view(E4M3).float()[0, :16] * (15 / 448)
@@ -55,8 +56,8 @@ def test_packed_tiles_give_back_what_they_were_made_of():
         scales = scales[:, ::alike]
         kept = plain.scales.repeat_interleave(unit // (128 * alike), 1)
         assert torch.equal(codes, plain.codes) and torch.equal(scales, kept)
-        assert torch.equal(floats.dequantize(packed), floats.dequantize(plain))
-        assert torch.equal(floats.dequantize(packed, first=16), floats.dequantize(plain, first=16))
+        assert torch.equal(dequantize(packed), dequantize(plain))
+        assert torch.equal(dequantize(packed, first=16), dequantize(plain, first=16))
     with pytest.raises(ValueError, match="scale.*128"):
         cuda_layouts.pack_wide(*floats_cases.make(16, 192, 64))
 
@@ -183,7 +184,7 @@ def test_gemm(rows, outputs, inputs, unit, gate, config, dtype, launched):
     x, bias = (torch.randn(*sizes, generator=draw).to(dtype) for sizes in ((rows, inputs), (outputs,)))
     by = x.float().abs().amax(1, keepdim=True) / 448
     rounded = (x.float() / by).to(E4M3).double() * by.double()
-    want = rounded @ floats.dequantize(plain).double().T + bias.double()
+    want = rounded @ dequantize(plain).double().T + bias.double()
     if gate:
         first, second = want.to(dtype).double().chunk(2, 1)
         want = silu(first) * second

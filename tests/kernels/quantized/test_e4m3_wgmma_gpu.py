@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, floats, packed_gemm
+from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, floats, linear, packed_gemm
 from torch.nn.functional import silu
 
 from ...devices import needs_hopper, require_gpu
@@ -20,7 +20,7 @@ BOUND = {torch.bfloat16: 2**-8, torch.float16: 2**-9}
 def make(outputs, inputs, unit=128):
     plain = floats_cases.make(outputs, inputs, unit)
     packed = floats.pack_for_device(floats.pack(plain.codes.cuda(), plain.scales.cuda()))
-    return packed, floats.dequantize(plain).double().cuda()
+    return packed, linear.dequantize(plain).double().cuda()
 
 
 def rows_of(rows, inputs, dtype):
@@ -97,4 +97,4 @@ def test_linears_of_a_model(outputs, inputs, unit, gate):
         if gate:
             first, second = want.to(x.dtype).double().chunk(2, 1)
             want = silu(first) * second
-        check([floats.linear(x, packed, gate) for _ in range(10)], want, rows, bool(gate))
+        check([linear.linear(x, packed, gate) for _ in range(10)], want, rows, bool(gate))

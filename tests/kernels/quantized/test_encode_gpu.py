@@ -3,6 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.quantized import scale_search
+from phalanx.kernels.quantized.linear import dequantize
 from phalanx.kernels.quantized.stack import stack
 
 from . import codecs, search_cases
@@ -23,7 +24,7 @@ def test_weights(name):
 
     def error(device):
         there = weight.to(device)
-        return (codec.dequantize(codec.pack(*codec.encode(there))).cpu() - weight).square().mean().sqrt()
+        return (dequantize(codec.pack(*codec.encode(there))).cpu() - weight).square().mean().sqrt()
 
     assert abs(error("cuda") / error("cpu") - 1) < 0.01
 

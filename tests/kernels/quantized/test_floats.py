@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.activation.activation import gated_activation_reference
-from phalanx.kernels.quantized import floats, panels
+from phalanx.kernels.quantized import floats, linear
 
 from . import layouts
 from .floats_cases import SIZES, make
@@ -18,10 +18,10 @@ def e4m3(code):
 
 def test_each_code_of_e4m3():
     codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)[None]
-    (got,) = floats.dequantize(floats.pack(codes, torch.full((1, 1), 0.37)))
+    (got,) = linear.dequantize(floats.pack(codes, torch.full((1, 1), 0.37)))
     want = torch.tensor([e4m3(int(code)) for code in codes[0]]) * torch.tensor(0.37)
     assert torch.equal(got, want)
-    assert floats.dequantize(floats.pack(torch.tensor([[127, 255]], dtype=torch.uint8), torch.ones(1, 1))).isnan().all()
+    assert linear.dequantize(floats.pack(torch.tensor([[127, 255]], dtype=torch.uint8), torch.ones(1, 1))).isnan().all()
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -32,11 +32,11 @@ def test_linear(sizes, rows, gate, monkeypatch):
     packed = make(*sizes)
     if gate and packed.outputs % 2:
         return
-    monkeypatch.setitem(panels.PANEL, "cpu", 17 * packed.inputs)
+    monkeypatch.setitem(linear.PANEL, "cpu", 17 * packed.inputs)
     x, bias = torch.randn(rows, packed.inputs), torch.randn(packed.outputs)
-    want = x.double() @ floats.dequantize(packed).double().t() + bias
+    want = x.double() @ linear.dequantize(packed).double().t() + bias
     want = gated_activation_reference(want.float(), gate) if gate else want.float()
-    torch.testing.assert_close(floats.linear(x, packed, gate, bias), want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(linear.linear(x, packed, gate, bias), want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("outputs, inputs, unit", [(16, 32, 32), (37, 384, 128), (40, 192, 64), (1, 96, 96)])
@@ -48,7 +48,7 @@ def test_packed_tiles_of_gpus_and_back(outputs, inputs, unit):
     assert packed.tiles.shape == (-(-outputs // 16), inputs // 32, 576) and packed.inputs == inputs
     codes, scales = packed.numbers().values()
     assert torch.equal(codes, plain.codes) and torch.equal(scales, by)
-    assert torch.equal(floats.dequantize(packed), floats.dequantize(plain))
+    assert torch.equal(linear.dequantize(packed), linear.dequantize(plain))
     packed_tile, last = packed.tiles[0, -1], plain.codes[:, -32:]
     for lane in range(32 if outputs >= 16 else 0):
         g, t = divmod(lane, 4)
@@ -72,9 +72,9 @@ def test_what_stays_as_it_is_stored():
 
 def test_a_part_of_the_outputs_and_of_the_experts():
     packed = make(48, 64, 32, pairs=True)
-    whole = floats.dequantize(packed)
-    assert torch.equal(floats.dequantize(packed, torch.float32, 16, 40), whole[16:40])
+    whole = linear.dequantize(packed)
+    assert torch.equal(linear.dequantize(packed, torch.float32, 16, 40), whole[16:40])
     assert packed.shape == (48, 64) and packed.unit == 32
     both = floats.Floats(*(torch.stack((one, one.flip(0))) for one in packed))
-    assert torch.equal(floats.dequantize(both.expert(1)), whole.flip(0)) and both.shape == (2, 48, 64)
+    assert torch.equal(linear.dequantize(both.expert(1)), whole.flip(0)) and both.shape == (2, 48, 64)
     assert torch.equal(both.plain(torch.bfloat16), torch.stack((whole, whole.flip(0))).bfloat16())

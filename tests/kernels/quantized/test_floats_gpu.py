@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from phalanx.kernels.quantized import floats
+from phalanx.kernels.quantized import floats, linear
 from phalanx.kernels.quantized.floats import Floats
 
 from ...devices import require_gpu
@@ -23,7 +23,7 @@ def on_gpu(packed):
 def test_dequantize(sizes, dtype):
     packed = make(*sizes)
     for one in on_gpu(packed):
-        assert torch.equal(floats.dequantize(one, dtype).cpu(), floats.dequantize(packed, dtype))
+        assert torch.equal(linear.dequantize(one, dtype).cpu(), linear.dequantize(packed, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -32,9 +32,9 @@ def test_dequantize(sizes, dtype):
 def test_linear(sizes, rows, dtype):
     packed = make(*sizes)
     x, bias = torch.randn(rows, packed.inputs).to(dtype).cuda(), torch.randn(packed.outputs).to(dtype).cuda()
-    weight = floats.dequantize(packed, dtype).double().cuda()
+    weight = linear.dequantize(packed, dtype).double().cuda()
     for one in on_gpu(packed):
         want = as_multiplied(x, one) @ weight.t() + bias.double()
         scale = max(1.0, float(want.std())) if rows else 1.0
-        y = floats.linear(x, one, bias=bias)
+        y = linear.linear(x, one, bias=bias)
         torch.testing.assert_close(y.double() / scale, want / scale, atol=3e-2, rtol=3e-2)

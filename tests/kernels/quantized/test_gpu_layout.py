@@ -6,6 +6,7 @@ from phalanx.kernels.cpp import ops
 from phalanx.kernels.quantized import affine, e4m3, gpu_layout, mxfp4, packed_gemm, target
 from phalanx.kernels.quantized.floats import Floats
 from phalanx.kernels.quantized.int8_codes import q5_0, q8_0
+from phalanx.kernels.quantized.linear import dequantize
 from phalanx.kernels.quantized.stack import stack
 from phalanx.kernels.quantized.super_blocks import q2_k, q4_0, q4_1, q4_k, q5_1, q5_k, q6_k
 
@@ -39,7 +40,7 @@ def test_packed_for_another_device_than_that_of_the_tensors(codec):
         assert type(pack(*encoded)) is type(there)
     made = stack(codec, lambda _: encoded, (1, 48, 512), in_host=True)
     assert type(here) is type(made.packed)
-    assert torch.equal(codec.dequantize(here), codec.dequantize(there))
+    assert torch.equal(dequantize(here), dequantize(there))
     moved = gpu_layout.repack_for_gpu(made).packed
     assert type(moved) is type(there) and torch.equal(moved.tiles, there.tiles)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.quantized import floats, mxfp4
+from phalanx.kernels.quantized.linear import dequantize
 
 from . import layouts
 from .test_int4_cuda import check_words
@@ -40,8 +41,8 @@ def test_where_a_lane_finds_its_codes():
 def test_weights_and_their_memory():
     """Outputs that fill no n-tile."""
     _, codes, scales = make(20, 128)
-    packed, plain = layouts.mxfp4(codes, scales), floats.dequantize(floats.pack(codes, scales))
-    assert torch.equal(mxfp4.dequantize(packed, torch.float32, 16, 20), plain[16:])
+    packed, plain = layouts.mxfp4(codes, scales), dequantize(floats.pack(codes, scales))
+    assert torch.equal(dequantize(packed, torch.float32, 16, 20), plain[16:])
     cuda = torch.device("cuda")
     assert packed.tiles.nbytes * 8 == round(mxfp4.kept_bits(20, 128, 64, cuda) * 20 * 128)
     for sizes in ((96, 64), (64, 96)):  # of half a tile in one of both matrices: both become plain

@@ -5,6 +5,7 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.quantized import cuda_layouts, floats, packed_gemm, quantized_gemm, quantized_wgmma, super_blocks
+from phalanx.kernels.quantized.linear import dequantize
 from phalanx.kernels.quantized.quantized_gemm import GemvConfig, GroupedConfig, TileConfig
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
 
@@ -27,14 +28,14 @@ def make(outputs, inputs, form="q8_0", seed=0):
         return layouts.q8_0(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
     if form == "e4m3":
         plain = floats_cases.make(outputs, inputs, 32, seed=seed)
-        return layouts.e4m3(*plain), floats.dequantize(plain).double()
+        return layouts.e4m3(*plain), dequantize(plain).double()
     if form == "e4m3_wide":
         plain = floats_cases.make(outputs, inputs, 128, seed=seed)
-        return cuda_layouts.pack_wide(*plain), floats.dequantize(plain).double()
+        return cuda_layouts.pack_wide(*plain), dequantize(plain).double()
     if form == "mxfp4":
         codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, generator=draw)
         scales = torch.randint(120, 124, (outputs, inputs // 32), dtype=torch.uint8, generator=draw)
-        return layouts.mxfp4(codes, scales), floats.dequantize(floats.pack(codes, scales)).double()
+        return layouts.mxfp4(codes, scales), dequantize(floats.pack(codes, scales)).double()
     if form in SUPER_BLOCKS:
         return super_blocks_of(outputs, inputs, SUPER_BLOCKS[form], draw)
     group = int(form.split()[1])

@@ -6,7 +6,8 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
-from phalanx.kernels.quantized import cuda_layouts, floats, packed_gemm, quantized_gemm, quantized_wgmma, super_blocks
+from phalanx.kernels.quantized import cuda_layouts, packed_gemm, quantized_gemm, quantized_wgmma, super_blocks
+from phalanx.kernels.quantized import linear as linear_of
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.quantized_gemm import GemvConfig
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
@@ -34,10 +35,12 @@ def make(outputs, inputs, form="q8_0"):
     if form == "e4m3":
         plain = floats_cases.make(outputs, inputs, 32)
         packed = layouts.e4m3(*(one.cuda() for one in plain))
-        return packed, floats.dequantize(plain).double().cuda()
+        return packed, linear_of.dequantize(plain).double().cuda()
     if form.startswith("e4m3_wide"):
         plain, alone = floats_cases.make(outputs, inputs, 128), form.endswith("weight only")
-        return cuda_layouts.pack_wide(*(one.cuda() for one in plain), alone), floats.dequantize(plain).double().cuda()
+        return cuda_layouts.pack_wide(*(one.cuda() for one in plain), alone), linear_of.dequantize(
+            plain
+        ).double().cuda()
     if form in SUPER_BLOCKS:
         return super_blocks_of(outputs, inputs, SUPER_BLOCKS[form])
     group = int(form.split()[1])

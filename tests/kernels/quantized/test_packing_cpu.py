@@ -6,6 +6,7 @@ import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.quantized import affine, blocks_cpu, e4m3_cpu, floats, mxfp4, packing_cpu
 from phalanx.kernels.quantized.ggml_types import TYPES
+from phalanx.kernels.quantized.linear import dequantize
 from phalanx.rank.gguf.types import BY_NAME
 from phalanx.rank.model.stored_formats import _part, awq
 from phalanx.rank.model.weights import ggml
@@ -65,7 +66,7 @@ def test_rows_are_those_of_the_weight(isa, threads, name, dtype):
     packed = packed_by(module, random_blocks(name, 37, 512))
     ids = torch.tensor([36, 40, 3, 99, 3, 77])  # from 40 on: 37 rows
     made = blocks_cpu.rows(ids, packed, 40, 3.0, dtype)
-    table = module.dequantize(packed)
+    table = dequantize(packed)
     want = torch.stack([table[i - 40] * 3 if 40 <= i < 77 else torch.zeros(512) for i in ids.tolist()])
     torch.testing.assert_close(made, want.to(dtype), rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
     assert made[0].any() == made[3].any() == False and made[1].any()  # noqa: E712
@@ -99,7 +100,7 @@ def test_codes_of_groups(isa, threads, monkeypatch, bits, symmetric):
     in_torch(monkeypatch)
     assert torch.equal(made.blocks, affine.pack(codes, scales, zeros).blocks)
     want = (codes.view(37, 4, 64) - zeros.unsqueeze(2)) * scales.unsqueeze(2)
-    torch.testing.assert_close(affine.dequantize(made), want.view(37, 256), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dequantize(made), want.view(37, 256), rtol=1e-6, atol=1e-6)
 
 
 def test_codes_of_8_bits_around_zeros_of_their_own(isa, monkeypatch):
@@ -112,7 +113,7 @@ def test_codes_of_8_bits_around_zeros_of_their_own(isa, monkeypatch):
     codes[..., 0], codes[..., 1] = low.clamp(0, 255), high.clamp(0, 255)
     made = affine.pack(codes.flatten(1), scales, zeros)
     want = ((codes - zeros.unsqueeze(2)) * scales.unsqueeze(2)).flatten(1)
-    torch.testing.assert_close(affine.dequantize(made), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dequantize(made), want, rtol=1e-6, atol=1e-6)
     in_torch(monkeypatch)
     assert torch.equal(made.blocks, affine.pack(codes.flatten(1), scales, zeros).blocks)
     codes[0, 0], zeros[0, 0] = 255, 100  # 155 do not fit

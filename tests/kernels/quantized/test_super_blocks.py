@@ -11,7 +11,7 @@ from phalanx.kernels.quantized import (
     cuda_layouts,
     ggml_encoders,
     ggml_types,
-    panels,
+    linear,
     scale_search,
     super_blocks,
 )
@@ -60,16 +60,16 @@ def test_weights_are_ggufs(monkeypatch, name, compiled):
         monkeypatch.setattr(ops, "available", lambda: False)
     monkeypatch.setattr(super_blocks, "CHUNK", 17 * 512)  # decoded by sixteen outputs
     one, packed, want = packed_of(name, 37)
-    assert packed.outputs == 37 and torch.equal(one.dequantize(packed), want)
-    assert torch.equal(one.dequantize(packed, torch.float32, 16, 99), want[16:])
+    assert packed.outputs == 37 and torch.equal(linear.dequantize(packed), want)
+    assert torch.equal(linear.dequantize(packed, torch.float32, 16, 99), want[16:])
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(one.dequantize(packed, dtype), want.to(dtype))
+        assert torch.equal(linear.dequantize(packed, dtype), want.to(dtype))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_of_each_instruction_set(isa, name):
     one, packed, want = packed_of(name)
-    assert isinstance(packed, cpu_layouts.Packed) and torch.equal(one.dequantize(packed), want)
+    assert isinstance(packed, cpu_layouts.Packed) and torch.equal(linear.dequantize(packed), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,7 +83,7 @@ def test_linear(isa, threads, called, name, dtype):
         x.as_strided((rows, 2 * inputs), (2 * inputs, 1))[:, inputs:] = float("nan")  # read by nobody
         for bias in (None, torch.randn(outputs).to(dtype)):
             want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-            close(one.linear(x, packed, bias=bias), want, dtype, atol=planes_error(dtype, weight))
+            close(linear.linear(x, packed, bias=bias), want, dtype, atol=planes_error(dtype, weight))
     assert all("split" in call or "_linear_" in call for call in called) and len(called) == 16
 
 
@@ -99,15 +99,15 @@ def test_gates_and_what_is_left_to_panels(monkeypatch, name, rows, compiled):
     want = torch.nn.functional.silu(gate) * up
     atol = 1e-4 + 0.1 * planes_error(torch.float32, weight) * (gate.abs() + 1.1 * up.abs()).max().item()
     for panel in (1 << 20, 16 * 512):
-        monkeypatch.setitem(panels.PANEL, "cpu", panel)
-        torch.testing.assert_close(one.linear(x, packed, "silu", bias), want, atol=atol, rtol=1e-4)
+        monkeypatch.setitem(linear.PANEL, "cpu", panel)
+        torch.testing.assert_close(linear.linear(x, packed, "silu", bias), want, atol=atol, rtol=1e-4)
 
 
 def test_values_that_are_not_finite_stay_in_their_row(isa):
     one, packed, _ = packed_of("q4_k")
     x = torch.ones(5, 512)
     x[2, 33], x[4, 1] = float("nan"), float("inf")
-    y = one.linear(x, packed)
+    y = linear.linear(x, packed)
     assert not y[[2, 4]].isfinite().any() and y[[0, 1, 3]].isfinite().all()
 
 
@@ -116,10 +116,10 @@ def test_it_is_recorded():
         pytest.skip("no C++ compiler that works")
     one, packed, _ = packed_of("q4_k", 48)
     x = torch.randn(2, 512)
-    result, made, reason = graph.capture(lambda: one.linear(x, packed, "silu"), graph.Memory())
+    result, made, reason = graph.capture(lambda: linear.linear(x, packed, "silu"), graph.Memory())
     assert reason == "" and len(made) == 3
     x.copy_(torch.randn(2, 512))
-    want = one.linear(x, packed, "silu")
+    want = linear.linear(x, packed, "silu")
     made.replay()
     torch.testing.assert_close(result, want)
 
@@ -144,7 +144,7 @@ def as_gguf_does(name, weight):
     assert torch.equal(ggml_encoders.encode(one.type, weight), blocks)
     found = one.encode(weight)
     assert all(map(torch.equal, found, meant(one, blocks)))
-    assert torch.equal(one.dequantize(one.pack(*found)), theirs(name, blocks))
+    assert torch.equal(linear.dequantize(one.pack(*found)), theirs(name, blocks))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
@@ -227,7 +227,7 @@ def test_layout_on_gpus(name):
     layout = cuda_layouts.super_blocks(form)
     packed = cuda_layouts.pack_super_blocks(decoded, form)
     assert packed.tiles.shape == (3, 8, layout.bytes) and packed.inputs == 512
-    assert torch.equal(super_blocks.SuperBlocks(one.type).dequantize(packed), theirs(name, blocks))
+    assert torch.equal(linear.dequantize(packed), theirs(name, blocks))
     packed_tile, codes = packed.tiles[1, 3], decoded.codes[16:32, 192:256]
     words = packed_tile[: 128 * form.bits].contiguous().view(torch.int32)
     fours = words[: words.numel() // 128 * 128].view(-1, 32, 4)

@@ -15,6 +15,7 @@ from phalanx.kernels import host_memory
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.quantized import gpu_layout, packed_gemm
 from phalanx.kernels.quantized.int8_codes import q5_0, q8_0
+from phalanx.kernels.quantized.linear import dequantize
 from phalanx.kernels.quantized.stack import Stack, stack
 from phalanx.kernels.quantized.super_blocks import q4_0, q4_1, q4_k, q5_k, q6_k
 from phalanx.rank.model.experts import host, host_buffers, offload, streamer
@@ -86,7 +87,7 @@ def in_situ(path, to, name):
     state = load_file(path / "model.safetensors")
     for key, x in state.items():
         if x.dim() == 2 and ROUTER not in key and "embed" not in key:
-            state[key] = codec.dequantize(codec.pack(*codec.encode(x.float())))
+            state[key] = dequantize(codec.pack(*codec.encode(x.float())))
     save_file(state, to / "model.safetensors", {"format": "pt"})
     return to
 

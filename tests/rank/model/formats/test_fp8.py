@@ -5,6 +5,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import FatalError
 from phalanx.kernels.quantized import e4m3, floats
+from phalanx.kernels.quantized.linear import dequantize
 from phalanx.rank.model.load import load
 
 from ...reference import Reference
@@ -32,7 +33,7 @@ def test_logits(path, tp):
             cut = tp if name.endswith(("o_proj", "down_proj")) else 1
             unit = e4m3.unit_of(module.in_features // cut)
             coded = floats.pack(*e4m3.encode_reference(module.weight.detach(), unit))
-            module.weight = torch.nn.Parameter(floats.dequantize(coded))
+            module.weight = torch.nn.Parameter(dequantize(coded))
     steps = [[(0, 40)], *[[(0, 1)]] * 20]  # many rows at once, and one
     (logits,) = run_steps(path, [ids], steps, tp=tp, isq="fp8", max_model_len=512)
     assert distance(logits, reference_logits(truth.model, ids)) < 3e-4

@@ -9,6 +9,7 @@ from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.quantized.int8_codes import q8_0
+from phalanx.kernels.quantized.linear import dequantize
 from phalanx.rank.gguf.mixes import Sizes
 from phalanx.rank.model import measure
 from phalanx.rank.model.config import read_config
@@ -72,7 +73,7 @@ def load_on(path, tp=1, pp=1, **options):
 
 def weight(model, path="model.layers.1.mlp.down_proj"):
     """The weight that a linear multiplies with."""
-    return q8_0.dequantize(model.get_submodule(path).parts[0].packed)
+    return dequantize(model.get_submodule(path).parts[0].packed)
 
 
 def held(model):
@@ -105,7 +106,7 @@ def test_what_is_held(made):
     (model,) = load_on(made("gemma2")[0])
     head, table = model.lm_head.parts[0], model.model.embed_tokens.weight
     assert model.lm_head.matrix is None and table.dtype == torch.float32
-    assert torch.equal(weight(model, "lm_head"), q8_0.dequantize(q8_0.encode(table)))  # a tied head is the table's
+    assert torch.equal(weight(model, "lm_head"), dequantize(q8_0.encode(table)))  # a tied head is the table's
     assert not any(one.is_floating_point() and one.dim() == 2 for one in head.parameters())
     linears = (4 * 96 * 192 + 3 * 96 * 320) * 2 + 509 * 96
     assert model.num_weights == linears
@@ -119,7 +120,7 @@ def test_weights_are_encoded_as_the_checkpoint_holds_them(made):
     stored = load_file(path / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
     assert stored.dtype == torch.float32
     (model,) = load_on(path, dtype="bf16")
-    assert torch.equal(weight(model), q8_0.dequantize(q8_0.encode(stored)))
+    assert torch.equal(weight(model), dequantize(q8_0.encode(stored)))
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from phalanx.comm import mesh, threads
-from phalanx.kernels.quantized import packed_gemm, panels
+from phalanx.kernels.quantized import linear, packed_gemm
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.rank.model.load import load
 
@@ -24,24 +24,24 @@ def test_codes_are_a_cpus(dtype):
     weight = (torch.randn(300, 4096) * 0.02).to(dtype)
     mine, others = q8_0.encode(weight.cuda()), q8_0.encode(weight)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, others, strict=True))
-    packed, plain = q8_0.pack(*mine), q8_0.dequantize(others)
-    assert isinstance(packed, packed_gemm.Packed) and torch.equal(q8_0.dequantize(packed).cpu(), plain)
-    assert torch.equal(q8_0.dequantize(packed, torch.bfloat16, 32, 100).cpu(), plain[32:100].bfloat16())
+    packed, plain = q8_0.pack(*mine), linear.dequantize(others)
+    assert isinstance(packed, packed_gemm.Packed) and torch.equal(linear.dequantize(packed).cpu(), plain)
+    assert torch.equal(linear.dequantize(packed, torch.bfloat16, 32, 100).cpu(), plain[32:100].bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 64, 65, 300])
 @pytest.mark.parametrize("panel", [1 << 27, 1 << 18])
 def test_linear(monkeypatch, dtype, rows, panel):
-    monkeypatch.setitem(panels.PANEL, "cuda", panel)
+    monkeypatch.setitem(linear.PANEL, "cuda", panel)
     packed = q8_0.pack(*q8_0.encode(torch.randn(512, 1024, device="cuda") / 32))
     x, bias = torch.randn(rows, 1024, device="cuda").to(dtype), torch.randn(512, device="cuda").to(dtype)
-    y = x.double() @ q8_0.dequantize(packed).double().T + bias.double()
+    y = x.double() @ linear.dequantize(packed).double().T + bias.double()
     atol = 1e-3 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(q8_0.linear(x, packed, bias=bias).double(), y, atol=atol, rtol=1e-2)
+    torch.testing.assert_close(linear.linear(x, packed, bias=bias).double(), y, atol=atol, rtol=1e-2)
     gate, up = y.chunk(2, -1)
     want = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(q8_0.linear(x, packed, "silu", bias).double(), want, atol=2 * atol, rtol=2e-2)
+    torch.testing.assert_close(linear.linear(x, packed, "silu", bias).double(), want, atol=2 * atol, rtol=2e-2)
 
 
 def test_memory_of_loading(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.kernels.quantized import floats
+from phalanx.kernels.quantized.linear import dequantize
 from phalanx.kernels.quantized.stack import Stack
 from phalanx.rank.model.experts.fused import StackedLinear
 from phalanx.rank.model.experts.offload import OffloadOptions
@@ -137,7 +138,7 @@ def test_each_code_means_what_gguf_says():
     theirs = np.concatenate((scales[..., None], blocks[..., :16] | blocks[..., 16:] << 4), -1).reshape(7, -1)
     want = gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType.MXFP4)
     pairs = torch.from_numpy(codes[:, 0::2] | codes[:, 1::2] << 4)
-    got = floats.dequantize(floats.pack(pairs, torch.from_numpy(scales)))
+    got = dequantize(floats.pack(pairs, torch.from_numpy(scales)))
     assert np.array_equal(got.numpy(), want) and torch.equal(got, meaning(codes, scales))
 
 

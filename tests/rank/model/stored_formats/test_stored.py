@@ -8,7 +8,8 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
-from phalanx.kernels.quantized import affine, e4m3, e4m3_weight_only
+from phalanx.kernels.quantized import e4m3, e4m3_weight_only
+from phalanx.kernels.quantized.linear import dequantize
 from phalanx.rank.model.load import load
 from phalanx.rank.model.stored_formats import choose, compressed_tensors
 from safetensors.torch import load_file, save_file
@@ -419,4 +420,4 @@ def loaded(path, tp, **options):
 
 
 def weight(model):
-    return affine.dequantize(model.get_submodule("model.layers.1.mlp.down_proj").parts[0].packed)
+    return dequantize(model.get_submodule("model.layers.1.mlp.down_proj").parts[0].packed)
