@@ -20,7 +20,7 @@ class SuperBlock(NamedTuple):
 
 
 class Codec(Protocol):
-    """What packs weights. All packed forms are multiplied and dequantised by linear.py."""
+    """A packer of weights. All packed forms are multiplied and dequantised by linear.py."""
 
     @property
     def pack(self) -> Callable[..., Any]:
