@@ -20,13 +20,11 @@
 // Behind the counts in `done` are `taken`, how many further items were taken, and `shared_done`, `started` and `left`,
 // the blocks that have. All are zero before the launch and after it.
 //
-// With MAX_SORTED, each block sorts the router's choice for itself, of so many routed tokens at most: no launch
-// stands between, and what an item is stands in shared memory.
-//
 // Weights do not wait for the router either. A block's first item is known beforehand if every expert has one tile, so
 // that its first chunks are asked for before the kernel's predecessors have ended. If it is another item, what has come
-// is overwritten. (To bring further chunks to the second-level cache gained nothing, and items shared out beforehand
-// lost 3 %: benchmarks/results/h100-moe-layers-2026-11-25.txt.)
+// is overwritten. (To bring further chunks to the second-level cache gained nothing, items shared out beforehand lost
+// 3 %: benchmarks/results/h100-moe-layers-2026-11-25.txt. Blocks that sorted the routed tokens for themselves, without
+// a launch between, gained 0.9 % of a step at most: docs/measurements/not-kept.md.)
 //
 // With SHARED_INNER, shared experts, which all tokens visit, are here too, as one of so many inner elements: of up to
 // SHARED_ROWS tokens, which each item has all of, so that these weights are read once. Their own kernels would leave
@@ -65,8 +63,6 @@ static_assert(!SHARED_INNER || (M + SHARED_ROWS) * 64 * 2 <= STAGE, "a chunk of 
 static_assert(ROWS < SHARED_ROWS, "lanes know the rows of an item of routed experts");
 
 #if __CUDA_ARCH__ >= 900
-#include "expert_tiles.cuh"
-
 struct Item {
     bool up, shared;
     int tile, expert, block, start, rows;  // shared experts' have neither tile nor expert nor start
@@ -74,69 +70,7 @@ struct Item {
     __device__ static Item of_shared_experts(bool up, int block, int tokens) { return {up, true, 0, -1, block, 0, tokens}; }
 };
 
-constexpr int MAX_TILES = EXPERTS + MAX_SORTED / ROWS;  // of as many routed tokens as a block sorts
-
-// Sorted routed tokens as group.cu leaves them, in a block's shared memory.
-struct Sorted {
-    int sorted_ids[MAX_SORTED + 1], offsets[EXPERTS + 1], experts[MAX_TILES + 1], starts[MAX_TILES + 1];
-};
-
-// A warp: from how many routed tokens of each expert each warp has, in `counts`, to where each warp's begin among the expert's.
-__device__ inline void cut_tiles(int (*counts)[EXPERTS + 1], Sorted& to) {
-    const int lane = threadIdx.x % 32;
-    const Totals all = scan_experts(
-        [=](int e) {
-            int n = 0;
-            for (int w = 0; w < THREADS / 32; w++) {
-                const int mine = counts[w][e];
-                counts[w][e] = n, n += mine;
-            }
-            return n;
-        },
-        [&](int e, int start, int tile, int tiles) {
-            to.offsets[e] = start;
-            for (int i = 0; i < tiles; i++) to.experts[tile + i] = e, to.starts[tile + i] = start + i * ROWS;
-        });
-    if (lane == 0) to.offsets[EXPERTS] = all.routed;
-    for (int i = all.tiles + lane; i < MAX_TILES; i += 32) to.experts[i] = -1;
-}
-
-// A block: what group.cu does, without a launch and without asking the second-level cache for each item. Routed tokens
-// of one expert stay in their order, as all blocks must find the same. counts: zeros.
-__device__ inline void sort_routed(const int* ids, int routed, int (*counts)[EXPERTS + 1], Sorted& to) {
-    constexpr int EACH = MAX_SORTED / THREADS + !MAX_SORTED;
-    static_assert(MAX_SORTED % THREADS == 0, "all routed tokens have a thread");
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * EACH * 32 + lane;
-    int expert[EACH], rank[EACH];
-    if (warp < THREADS / 32) {
-#pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            const unsigned id = first + j * 32 < routed ? __ldcg(ids + first + j * 32) : EXPERTS;
-            expert[j] = id < EXPERTS ? id : EXPERTS;  // as group.cu leaves out what is no expert
-        }
-#pragma unroll
-        for (int j = 0; j < EACH; j++) {  // routed tokens past the last one are of an expert past the last one
-            const unsigned same = __match_any_sync(0xffffffffu, expert[j]), earlier = same & ((1u << lane) - 1);
-            rank[j] = counts[warp][expert[j]] + __popc(earlier);
-            __syncwarp();
-            if (!earlier) counts[warp][expert[j]] += __popc(same);
-            __syncwarp();
-        }
-    }
-    __syncthreads();
-    if (warp == 0) cut_tiles(counts, to);
-    __syncthreads();
-    if (warp < THREADS / 32)
-#pragma unroll
-        for (int j = 0; j < EACH; j++)
-            if (expert[j] < EXPERTS) to.sorted_ids[to.offsets[expert[j]] + counts[warp][expert[j]] + rank[j]] = first + j * 32;
-    __syncthreads();
-}
-
-// An entry of the tables: group.cu's past the first-level cache, which another kernel may have filled before they were
-// there.
-__device__ inline int load_index(const int* from) { return MAX_SORTED ? *from : __ldcg(from); }
-
+// group.cu's tables, past the first-level cache, which another kernel may have filled before they were there.
 struct Tiles {
     const int *offsets, *experts, *starts;
     int used, tokens;
@@ -144,7 +78,7 @@ struct Tiles {
     // Built by a warp, which counts the tiles that are needed.
     __device__ Tiles(const int* offsets, const int* experts, const int* starts, int most, int tokens)
         : offsets(offsets), experts(experts), starts(starts), used(0), tokens(tokens) {
-        for (int i = threadIdx.x % 32; i < most; i += 32) used += load_index(experts + i) >= 0;
+        for (int i = threadIdx.x % 32; i < most; i += 32) used += __ldcg(experts + i) >= 0;
 #pragma unroll
         for (int step = 16; step; step >>= 1) used += __shfl_xor_sync(0xffffffffu, used, step);
     }
@@ -168,8 +102,8 @@ struct Tiles {
         item.up = number < ups;
         item.tile = item.up ? number / Up::BLOCKS : (number - ups) / Down::BLOCKS;
         item.block = item.up ? number % Up::BLOCKS : (number - ups) % Down::BLOCKS;
-        item.expert = load_index(experts + item.tile), item.start = load_index(starts + item.tile);
-        item.rows = min(ROWS, load_index(offsets + item.expert + 1) - item.start);
+        item.expert = __ldcg(experts + item.tile), item.start = __ldcg(starts + item.tile);
+        item.rows = min(ROWS, __ldcg(offsets + item.expert + 1) - item.start);
         return item;
     }
 };
@@ -194,10 +128,6 @@ struct Queue {
 };
 #endif
 
-
-// Each warp's counts of each expert's routed tokens lie in the place of the sums: of tiles of 8 rows those of 143
-// experts fit there.
-static_assert(!MAX_SORTED || THREADS / 32 * (EXPERTS + 1) <= M * WIDE, "counts of so many experts have no room");
 
 constexpr int EARLY = STAGES < Up::CHUNKS ? STAGES : Up::CHUNKS;
 
@@ -302,7 +232,7 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
                                 const float* weights, T* y, int& n) {
     const int lane = threadIdx.x % 32;
     float sum[1][TILES][4] = {}, mine = 0;
-    const int routed_id = lane < item.rows ? load_index(sorted_ids + item.start + lane) : 0;
+    const int routed_id = lane < item.rows ? __ldcg(sorted_ids + item.start + lane) : 0;
     if (G::GATED) mine = __ldcg(weights + routed_id);
 #pragma unroll 1
     for (const int start = n, end = n + G::CHUNKS; n < end; n++) {
@@ -444,7 +374,7 @@ __device__ inline void rows_warp(const T* x, const T* h, const T* shared_h, cons
         }
         const int mine = item.start + (lane < item.rows ? lane : 0);
         if (item.up) {
-            bring_rows<Up>(x, load_index(sorted_ids + mine) / TOP, item.rows, ring, n);
+            bring_rows<Up>(x, __ldcg(sorted_ids + mine) / TOP, item.rows, ring, n);
         } else {
             wait_for_rows<Up, Down>(done + item.tile);
             bring_rows<Down>(h, mine, item.rows, ring, n);
@@ -480,9 +410,7 @@ __device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, cons
 }
 #endif
 
-// shared_h: [tokens, SHARED_INNER]; it, shared_w13 and shared_w2 are anything without SHARED_INNER. With MAX_SORTED,
-// `sorted_ids` are the routed tokens' ids, of EXPERTS experts, which each block sorts; ends, tile_expert and tile_start
-// are anything.
+// shared_h: [tokens, SHARED_INNER]; it, shared_w13 and shared_w2 are anything without SHARED_INNER.
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
 expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_constant__ TensorMap w2, const int* sorted_ids,
            const int* offsets, const int* tile_expert, const int* tile_start, const float* weights, T* h, T* y, int* done, int most,
@@ -492,7 +420,6 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], early[STAGES], posted[QUEUE_DEPTH], read[QUEUE_DEPTH];
     __shared__ int numbers[QUEUE_DEPTH];
-    __shared__ Sorted sorted;
     const unsigned start = (smem_address(memory) + 1023) / 1024 * 1024;
     float* sums = (float*)((char*)memory + (start - smem_address(memory)) + STAGES * STAGE);
     const int warp = threadIdx.x / 32;
@@ -500,19 +427,12 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
     const BlockCounts blocks{done + most, done + most + 2, done + most + 3};
     const Ring ring{start, full, empty, early};
     const Queue queue{numbers, posted, read};
-    int(*const counts)[EXPERTS + 1] = (int(*)[EXPERTS + 1]) sums;
-    if (MAX_SORTED)
-        for (int i = threadIdx.x; i < THREADS / 32 * (EXPERTS + 1); i += THREADS + 64) counts[0][i] = 0;
     if (threadIdx.x == 0) init_barriers(ring, queue);
     __syncthreads();
     const Maps maps{&w13, &w2, &shared_w13, &shared_w2};
     const bool guessed = warp == THREADS / 32 && ask_early(maps.w13, ring, experts);
     grid_wait();
-    if (MAX_SORTED) {
-        sort_routed(sorted_ids, tokens * TOP, counts, sorted);
-        sorted_ids = sorted.sorted_ids, offsets = sorted.offsets, tile_expert = sorted.experts, tile_start = sorted.starts;
-    }
-    const Tiles tiles(offsets, tile_expert, tile_start, MAX_SORTED ? MAX_TILES : most, tokens);
+    const Tiles tiles(offsets, tile_expert, tile_start, most, tokens);
     if (warp == THREADS / 32) {
         weights_warp(maps, tiles, ring, queue, blocks, guessed);
         return;

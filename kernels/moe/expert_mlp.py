@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import act_number
 from ..device import current_stream, device_caps
-from .group import Groups, group, max_tiles
+from .group import Groups, group
 
 if TYPE_CHECKING:
     from .moe import Inputs
@@ -25,7 +25,6 @@ MAX_STAGES = 12
 TILES = {4: 1, 8: 2, 11: 4}
 MAX_SHARED_ROWS = 64  # tokens that an item of shared experts has all of
 SHARED_CHUNK = 64  # inputs of theirs that a block multiplies at once
-MAX_SORTED, SORTED_EXPERTS = 512, 128  # most that a block sorts by itself
 
 
 class SharedExperts(NamedTuple):
@@ -53,21 +52,13 @@ def supports_shared(x: Tensor, w2: Tensor, shared: SharedExperts) -> bool:
     return plain and chunks and 0 < len(x) <= MAX_SHARED_ROWS
 
 
-def blocks_sort(routed: int, experts: int) -> bool:
-    """Whether each block sorts the routed tokens: it has shared memory for so many."""
-    return routed <= MAX_SORTED and experts <= SORTED_EXPERTS
-
-
 def choose_tiles(routed: int, experts: int) -> int:
     """The largest number of 8-row tiles in an item."""
     return next(tiles for most, tiles in TILES.items() if routed <= most * experts)
 
 
-def sizes(
-    hidden: int, inner: int, act: str, top: int, tiles: int, shared_inner: int = 0, sorted_experts: int = 0
-) -> dict[str, int]:  # fmt: skip
-    """Compile-time constants of expert_mlp.cu. shared_inner: inner elements of shared experts. sorted_experts: those
-    whose routed tokens a block sorts; 0: another kernel does."""
+def sizes(hidden: int, inner: int, act: str, top: int, tiles: int, shared_inner: int = 0) -> dict[str, int]:
+    """Compile-time constants of expert_mlp.cu. shared_inner: inner elements of shared experts."""
     return dict(
         HIDDEN=hidden,
         INNER=inner,
@@ -77,8 +68,6 @@ def sizes(
         ACT=act_number(act),
         TOP=top,
         SHARED_INNER=shared_inner,
-        MAX_SORTED=MAX_SORTED if sorted_experts else 0,
-        EXPERTS=sorted_experts,
     )
 
 
@@ -101,22 +90,20 @@ def experts(given: Inputs, tiles: int = 0, shared: SharedExperts | None = None) 
     x, ids, weights, w13, w2, act, _, local_experts, _ = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
     tiles = tiles or choose_tiles(given.routed, given.experts)
-    sort = local_experts is None and blocks_sort(given.routed, len(w13))
-    groups = None if sort else group(ids, len(w13), 8 * tiles, local_experts)
-    return expert_mlp(x, ids, weights, w13, w2, groups, act, tiles, shared)
+    return expert_mlp(x, ids, weights, w13, w2, group(ids, len(w13), 8 * tiles, local_experts), act, tiles, shared)
 
 
 def expert_mlp(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, groups: Groups | None, act: str, tiles: int,
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, groups: Groups, act: str, tiles: int,
     shared: SharedExperts | None = None,
 ) -> Tensor:  # fmt: skip
     """[routed, H], in the routed tokens' own order: the routed tokens' weights * w2 (act(gate) * up), of x [T, H], w13
-    [E, 2 I, H] and w2 [E, H, I]. groups: in tiles of 8 * tiles rows; None: each block sorts, where `blocks_sort` shows
-    it. shared: behind each token's routed tokens is what these make, [T * (k + 1), H]."""
+    [E, 2 I, H] and w2 [E, H, I]. groups: in tiles of 8 * tiles rows. shared: behind each token's routed tokens is what
+    these make, [T * (k + 1), H]."""
     (tokens, top), (experts, hidden, inner) = ids.shape, w2.shape
     routed, shared_inner = tokens * top, shared.w2.shape[1] if shared else 0
     memory = stages(hidden, inner, tiles)[1]
-    consts = sizes(hidden, inner, act, top, tiles, shared_inner, 0 if groups else experts)
+    consts = sizes(hidden, inner, act, top, tiles, shared_inner)
     kernel = jit.kernel("expert_mlp", "expert_mlp", x.dtype, memory, **consts)
     of_w13 = jit.tensor_map(w13.data_ptr(), experts * 2 * inner, hidden, OUTPUTS // 2, hidden)
     of_w2 = jit.tensor_map(w2.data_ptr(), experts * hidden, inner, OUTPUTS, inner)
@@ -126,13 +113,12 @@ def expert_mlp(
         of_shared_w2 = jit.tensor_map(shared.w2.data_ptr(), hidden, shared_inner, OUTPUTS, shared_inner)
         shared_h = x.new_empty(tokens, shared_inner)
     h, y = x.new_empty(routed, inner), x.new_empty(routed + (tokens if shared else 0), hidden)
-    chosen = groups or (ids,) * 4
-    count = len(groups.tile_expert) if groups else max_tiles(routed, experts, 8 * tiles)
+    count = len(groups.tile_expert)
     assert count + 4 <= jit.COUNTERS
     done = jit.counters(x.device, current_stream())
     blocks = min(device_caps(x.device).num_sms, count * max(2 * inner, hidden) // OUTPUTS)
     kernel(
-        (blocks, 1, 1), WARPS * 32, x, of_w13, of_w2, *chosen, weights, h, y, done, count, experts, of_shared_w13,
+        (blocks, 1, 1), WARPS * 32, x, of_w13, of_w2, *groups, weights, h, y, done, count, experts, of_shared_w13,
         of_shared_w2, shared_h, tokens, shared=memory,
     )  # fmt: skip
     return y

@@ -1,12 +1,11 @@
-// Sorts routed tokens by expert, and cuts each expert's routed tokens into tiles of ROWS. (With few routed tokens each
-// block of expert_mlp.cu does the same, in shared memory.) `group` does it in one block. Of many routed tokens each
-// block has a part, PART of them: `count_parts` counts the routed tokens of each part, and `group_parts` sorts them.
+// Sorts routed tokens by expert, and cuts each expert's routed tokens into tiles of ROWS. `group` does it in one block.
+// Of many routed tokens each block has a part, PART of them: `count_parts` counts the routed tokens of each part, and
+// `group_parts` sorts them.
 //
-// ids [routed] → order [routed]: routed tokens, expert by expert; ends [EXPERTS + 1]: where each expert's begin;
+// ids [routed] → sorted_ids [routed]: routed tokens, expert by expert; offsets [EXPERTS + 1]: where each expert's begin;
 // tile_expert and tile_start [tiles]: a tile's expert and its first place in `sorted_ids`. Tiles that are not needed
 // have expert -1. Routed tokens of one expert come in any order: every one of them is computed for itself. Of more
 // experts than EXPERTS, those from `first` on are sorted; routed tokens of the others are in no tile.
-#include "expert_tiles.cuh"
 
 struct Experts {  // in shared memory
     int counts[EXPERTS], starts[EXPERTS], first_tile[EXPERTS];
@@ -28,16 +27,23 @@ template <class Use> __device__ inline void each_routed(const int* ids, int from
 __device__ inline void sort(Experts& all, const int* ids, int from, int to, int* sorted_ids, int* offsets, int* tile_expert,
                             int* tile_start, int tiles, int first) {
     const bool writes_tiles = blockIdx.x == 0;
-    if (threadIdx.x < 32) {
-        const Totals total = scan_experts([&](int e) { return all.counts[e]; },
-                                           [&](int e, int start, int tile, int) {
-                                               all.starts[e] = start, all.first_tile[e] = tile;
-                                               if (writes_tiles) offsets[e] = start;
-                                           });
-        if (threadIdx.x == 0) {
-            all.tiles = total.tiles;
-            if (writes_tiles) offsets[EXPERTS] = total.routed;
+    if (threadIdx.x < 32) {  // running sums of routed tokens and of tiles, over 32 experts at a time
+        const int lane = threadIdx.x;
+        int start = 0, tile = 0;
+        for (int e = lane; e - lane < EXPERTS; e += 32) {
+            const int n = e < EXPERTS ? all.counts[e] : 0, mine = (n + ROWS - 1) / ROWS;
+            int sum = n, tile_sum = mine;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int a = __shfl_up_sync(0xffffffffu, sum, step), b = __shfl_up_sync(0xffffffffu, tile_sum, step);
+                if (lane >= step) sum += a, tile_sum += b;
+            }
+            if (e < EXPERTS) all.starts[e] = start + sum - n, all.first_tile[e] = tile + tile_sum - mine;
+            if (e < EXPERTS && writes_tiles) offsets[e] = all.starts[e];
+            start += __shfl_sync(0xffffffffu, sum, 31), tile += __shfl_sync(0xffffffffu, tile_sum, 31);
         }
+        if (lane == 0) all.tiles = tile;
+        if (lane == 0 && writes_tiles) offsets[EXPERTS] = start;
     }
     __syncthreads();
     for (int e = threadIdx.x; writes_tiles && e < EXPERTS; e += THREADS)

@@ -213,7 +213,7 @@ def choose(given: Inputs) -> tuple[ExpertCandidate, Callable[[], Tensor]]:
 
 def warm_up_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
-    last = {routed for one in CANDIDATES for routed in one.last_routed(experts)} | {expert_mlp.MAX_SORTED}
+    last = {routed for one in CANDIDATES for routed in one.last_routed(experts)}
     return sorted({routed // k + 1 for routed in last} | {expert_mlp.MAX_SHARED_ROWS + 1})
 
 

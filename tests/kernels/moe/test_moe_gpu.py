@@ -128,12 +128,11 @@ def test_when_shared_experts_are_taken():
 
 @needs_tma
 @pytest.mark.parametrize(
-    "tokens, tiles, inner", [(40, 1, 0), (40, 2, 0), (40, 1, 1536), (64, 2, 2816), (64, 4, 0), (70, 2, 0)]
+    "tokens, tiles, inner", [(40, 1, 0), (40, 2, 0), (40, 1, 1536), (64, 2, 2816), (64, 4, 0)]
 )
 def test_layers_in_one_launch(tokens, tiles, inner):
     """One behind the other, as graphs and one by one, each with other experts: routers, sorting and experts' first
-    weights overlap, and what is as before must be the same. inner: of shared experts; 0: there are none. Pairs of 70
-    tokens are too many for blocks to sort."""
+    weights overlap, and what is as before must be the same. inner: of shared experts; 0: there are none."""
     layers = [make(QWEN._replace(tokens=tokens), torch.bfloat16, "cuda") for _ in range(3)]
     routers = [torch.randn(QWEN.experts, QWEN.hidden, device="cuda").bfloat16() / 32 for _ in layers]
     weights = [(one.w13.nan_to_num(0.01), one.w2.nan_to_num(0.01)) for one in layers]
