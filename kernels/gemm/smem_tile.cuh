@@ -1,13 +1,12 @@
 // A stage of shared memory by tensor cores: M outputs' weights and ROWS rows of x, KC inputs of each in boxes of 64
-// with TMA's 128-byte swizzle. A warp has 16 of the outputs, and the rows as TILES tiles of eight. A stage of other
-// rows has one box: its lanes get that as an argument.
+// with TMA's 128-byte swizzle. A warp has 16 of the outputs, and the rows as TILES tiles of eight.
 
 struct TileLane {  // a lane's row of a box, and where its first vector of 16 bytes stands there
     unsigned w_from, w_piece, x_from, x_piece;
 
-    __device__ TileLane(unsigned ring, int subtile, int lane, int boxes = BOXES, bool pairs = TILES > 1)
+    __device__ TileLane(unsigned ring, int subtile, int lane)
         : w_from(ring + (subtile * 16 + lane % 16) * 128), w_piece((lane / 16 ^ lane % 8) * 16),
-          x_from(ring + (boxes * M + lane % 8 + (pairs ? lane / 16 * 8 : 0)) * 128),
+          x_from(ring + (BOXES * M + lane % 8 + (TILES > 1 ? lane / 16 * 8 : 0)) * 128),
           x_piece((lane / 8 % 2 ^ lane % 8) * 16) {}
 };
 

@@ -17,25 +17,17 @@
 // multiprocessor. A block therefore takes no second item before all have started. It waits PATIENCE for that and then
 // ends early; the last block to start finds all others started and takes what is left. A first item of w2 waits for
 // first items with lower numbers only, and multiprocessors start blocks in the order of their numbers.
-// Behind the counts in `done` are `taken`, how many further items were taken, and `shared_done`, `started` and `left`,
-// the blocks that have. All are zero before the launch and after it.
+// Behind the counts in `done` are `taken`, how many further items were taken, and `started` and `left`, the blocks that
+// have. All are zero before the launch and after it.
 //
 // Weights do not wait for the router either. A block's first item is known beforehand if every expert has one tile, so
 // that its first chunks are asked for before the kernel's predecessors have ended. If it is another item, what has come
 // is overwritten. (To bring further chunks to the second-level cache gained nothing, items shared out beforehand lost
-// 3 %: benchmarks/results/h100-moe-layers-2026-11-25.txt. Blocks that sorted the routed tokens for themselves, without
-// a launch between, gained 0.9 % of a step at most: docs/measurements/not-kept.md.)
-//
-// With SHARED_INNER, shared experts, which all tokens visit, are here too, as one of so many inner elements: of up to
-// SHARED_ROWS tokens, which each item has all of, so that these weights are read once. Their own kernels would leave
-// memory idle for half of their time. Items of shared_w13 [2 SHARED_INNER, HIDDEN] come behind the first one of each
-// block, those of shared_w2 [HIDDEN, SHARED_INNER] behind all of w13. y is [tokens, TOP + 1, HIDDEN] then; the last of
-// each token is theirs.
+// 3 %: benchmarks/results/h100-moe-layers-2026-11-25.txt. docs/measurements/not-kept.md has what else was tried.)
 
 constexpr int M = 128;                         // outputs' weights of an item
 constexpr int ROWS = 8 * TILES;                // routed tokens of an item
 constexpr int BOXES = KC / 64;                 // of a chunk
-constexpr int SHARED_ROWS = 64;                // rows of an item of shared experts
 constexpr int STAGE = (M + ROWS) * KC * 2;     // bytes
 constexpr int THREADS = M / 16 * 32;           // that multiply; two more warps bring what they need
 constexpr int WIDE = ROWS + 1;
@@ -48,57 +40,39 @@ constexpr int PATIENCE = 50'000;               // nanoseconds that a block waits
 
 // -- The items that blocks take, and in which order.
 
-// A GEMM: of an item ROWS_ rows of x, and of a chunk KC_ inputs.
-template <bool GATED_, int INPUTS_, int WIDTH_, int ROWS_ = ROWS, int KC_ = KC> struct Gemm {
-    static constexpr bool GATED = GATED_, SHARES = ROWS_ == SHARED_ROWS;
-    static constexpr int INPUTS = INPUTS_, WIDTH = WIDTH_, ROWS = ROWS_, KC = KC_, BOXES = KC / 64;
+template <bool GATED_, int INPUTS_, int WIDTH_> struct Gemm {
+    static constexpr bool GATED = GATED_;
+    static constexpr int INPUTS = INPUTS_, WIDTH = WIDTH_;
     static constexpr int OUTPUTS = GATED ? 2 * WIDTH : WIDTH, OUTS = GATED ? M / 2 : M;
     static constexpr int BLOCKS = WIDTH / OUTS, CHUNKS = INPUTS / KC;  // of a tile, of an item
 };
 using Up = Gemm<true, HIDDEN, INNER>;
 using Down = Gemm<false, INNER, HIDDEN>;
-using SharedUp = Gemm<true, HIDDEN, SHARED_INNER, SHARED_ROWS, 64>;  // a stage has room for so many inputs of all rows
-using SharedDown = Gemm<false, SHARED_INNER, HIDDEN, SHARED_ROWS, 64>;
-static_assert(!SHARED_INNER || (M + SHARED_ROWS) * 64 * 2 <= STAGE, "a chunk of shared experts is larger than a stage");
-static_assert(ROWS < SHARED_ROWS, "lanes know the rows of an item of routed experts");
+constexpr int EARLY = STAGES < Up::CHUNKS ? STAGES : Up::CHUNKS;  // chunks that are asked for before predecessors end
 
 #if __CUDA_ARCH__ >= 900
 struct Item {
-    bool up, shared;
-    int tile, expert, block, start, rows;  // shared experts' have neither tile nor expert nor start
-
-    __device__ static Item of_shared_experts(bool up, int block, int tokens) { return {up, true, 0, -1, block, 0, tokens}; }
+    bool up;
+    int tile, expert, block, start, rows;
 };
 
 // group.cu's tables, past the first-level cache, which another kernel may have filled before they were there.
 struct Tiles {
     const int *offsets, *experts, *starts;
-    int used, tokens;
+    int used;
 
     // Built by a warp, which counts the tiles that are needed.
-    __device__ Tiles(const int* offsets, const int* experts, const int* starts, int most, int tokens)
-        : offsets(offsets), experts(experts), starts(starts), used(0), tokens(tokens) {
+    __device__ Tiles(const int* offsets, const int* experts, const int* starts, int most)
+        : offsets(offsets), experts(experts), starts(starts), used(0) {
         for (int i = threadIdx.x % 32; i < most; i += 32) used += __ldcg(experts + i) >= 0;
 #pragma unroll
         for (int step = 16; step; step >>= 1) used += __shfl_xor_sync(0xffffffffu, used, step);
     }
 
-    __device__ int items() const {
-        return used * (Up::BLOCKS + Down::BLOCKS) + (SHARED_INNER ? SharedUp::BLOCKS + SharedDown::BLOCKS : 0);
-    }
+    __device__ int items() const { return used * (Up::BLOCKS + Down::BLOCKS); }
     __device__ Item find(int number) const {
         const int ups = used * Up::BLOCKS;
-        if (SHARED_INNER) {
-            const int first = min((int)gridDim.x, ups);
-            if (number >= first && number < first + SharedUp::BLOCKS)
-                return Item::of_shared_experts(true, number - first, tokens);
-            if (number >= first) number -= SharedUp::BLOCKS;
-            if (number >= ups && number < ups + SharedDown::BLOCKS)
-                return Item::of_shared_experts(false, number - ups, tokens);
-            if (number >= ups) number -= SharedDown::BLOCKS;
-        }
         Item item;
-        item.shared = false;
         item.up = number < ups;
         item.tile = item.up ? number / Up::BLOCKS : (number - ups) / Down::BLOCKS;
         item.block = item.up ? number % Up::BLOCKS : (number - ups) % Down::BLOCKS;
@@ -125,15 +99,6 @@ struct Queue {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(read + k % QUEUE_DEPTH);
         return number;
     }
-};
-#endif
-
-
-constexpr int EARLY = STAGES < Up::CHUNKS ? STAGES : Up::CHUNKS;
-
-#if __CUDA_ARCH__ >= 900
-struct Maps {
-    const TensorMap *w13, *w2, *shared_w13, *shared_w2;
 };
 
 struct Ring {
@@ -165,11 +130,11 @@ template <class G> struct Boxes {
 
     __device__ Boxes(const TensorMap* map, int expert, int block) : map(map), row(expert * G::OUTPUTS + block * G::OUTS) {}
     __device__ void load(int chunk, unsigned to, Barrier* barrier) const {
-        mbarrier_expect(barrier, M * G::KC * 2);
+        mbarrier_expect(barrier, M * KC * 2);
 #pragma unroll
-        for (int b = 0; b < G::BOXES; b++, to += M * 128) {
-            tma_load(to, map, chunk * G::KC + b * 64, row, barrier);
-            if (G::GATED) tma_load(to + G::OUTS * 128, map, chunk * G::KC + b * 64, row + G::WIDTH, barrier);
+        for (int b = 0; b < BOXES; b++, to += M * 128) {
+            tma_load(to, map, chunk * KC + b * 64, row, barrier);
+            if (G::GATED) tma_load(to + G::OUTS * 128, map, chunk * KC + b * 64, row + G::WIDTH, barrier);
         }
     }
 };
@@ -178,7 +143,7 @@ template <class G> struct Boxes {
 // as `early` will tell.
 template <class G>
 __device__ inline void bring_weights(const TensorMap* of_w, const Item& item, const Ring& ring, int there, int& n) {
-    const Boxes<G> boxes(of_w, G::SHARES ? 0 : item.expert, item.block);
+    const Boxes<G> boxes(of_w, item.expert, item.block);
     for (int c = 0; c < G::CHUNKS; c++, n++) {
         const int stage = n % STAGES;
         ring.wait_for_room(n);
@@ -191,21 +156,20 @@ __device__ inline void bring_weights(const TensorMap* of_w, const Item& item, co
     }
 }
 
-// One warp: an item's rows of x, of which this lane knows `mine`, or all of x. Rows that the item lacks are zeros.
+// One warp: an item's rows of x, of which this lane knows `mine`. Rows that the item lacks are zeros.
 template <class G>
 __device__ inline void bring_rows(const T* x, int mine, int rows, const Ring& ring, int& n) {
-    constexpr int VECS = G::KC / 8;  // of a row
+    constexpr int VECS = KC / 8;  // of a row
     const int lane = threadIdx.x % 32;
     for (int c = 0; c < G::CHUNKS; c++, n++) {
         const int stage = n % STAGES;
         ring.wait_for_room(n);
-        const unsigned to = ring.at + stage * STAGE + G::BOXES * M * 128;
+        const unsigned to = ring.at + stage * STAGE + BOXES * M * 128;
 #pragma unroll
-        for (int i = 0; i < G::ROWS * VECS / 32; i++) {
+        for (int i = 0; i < ROWS * VECS / 32; i++) {
             const int r = (i * 32 + lane) / VECS, vec = (i * 32 + lane) % VECS;
-            const int from = !G::SHARES ? __shfl_sync(0xffffffffu, mine, r) : r < rows ? r : 0;
-            const T* row = x + (long long)from * G::INPUTS + c * G::KC;
-            copy_async16(to + (vec / 8 * G::ROWS + r) * 128 + (vec % 8 ^ r % 8) * 16, row + vec * 8, r < rows);
+            const T* row = x + (long long)__shfl_sync(0xffffffffu, mine, r) * G::INPUTS + c * KC;
+            copy_async16(to + (vec / 8 * ROWS + r) * 128 + (vec % 8 ^ r % 8) * 16, row + vec * 8, r < rows);
         }
         arrive_when_copied(ring.full + stage);
     }
@@ -218,7 +182,6 @@ __device__ inline void store(const float* sums, const Item& item, int routed, fl
     for (int i = threadIdx.x; i < item.rows * G::OUTS; i += THREADS) {
         const int row = i / G::OUTS, out = i % G::OUTS;
         long long to = G::GATED ? item.start + row : __shfl_sync(0xffffffffu, routed, row);
-        if (!G::GATED && SHARED_INNER) to += to / TOP;  // behind each token's rows is what shared experts make
         float value = sums[out * WIDE + row];
         if (G::GATED)
             value = gated<T, ACT>(value, sums[(G::OUTS + out) * WIDE + row]) * __shfl_sync(0xffffffffu, weights, row);
@@ -250,40 +213,6 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
     block_sync<THREADS>(1);  // all is stored, and sums may be overwritten
 }
 
-// GEMM of shared experts. A warp's 16 outputs are 8 of gate and of up each, so that a lane has both of its own. From
-// row to row y has `pitch` elements.
-template <class G>
-__device__ inline void multiply_shared(const Item& item, const Ring& ring, T* y, int pitch, int& n) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    TileLane place(ring.at, warp, lane, G::BOXES, true);
-    if (G::GATED) place.w_from = ring.at + (lane % 16 / 8 * G::OUTS + warp * 8 + lane % 8) * 128;
-    float sum[SHARED_ROWS / 8][4] = {};
-#pragma unroll 1
-    for (const int start = n, end = n + G::CHUNKS; n < end; n++) {
-        const int stage = n % STAGES;
-        mbarrier_wait(ring.full + stage, n / STAGES);
-        if (n > start && lane == 0) mbarrier_arrive(ring.empty + (n - 1) % STAGES);  // as in multiply
-#pragma unroll
-        for (int i = 0; i < G::KC / 16; i++) multiply_step(sum, place, stage, i);
-    }
-    release_stage(ring.empty + (n - 1) % STAGES);
-    T* const to = y + item.block * G::OUTS + warp * (G::GATED ? 8 : 16) + lane / 4;
-#pragma unroll
-    for (int j = 0; j < SHARED_ROWS / 8; j++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = j * 8 + lane % 4 * 2 + i;
-            if (row >= item.rows) break;
-            T* const here = to + (long long)row * pitch;
-            const float a = sum[j][i], b = sum[j][i + 2];
-            if (G::GATED)
-                *here = from_float<T>(gated<T, ACT>(a, b));
-            else
-                here[0] = from_float<T>(a), here[8] = from_float<T>(b);
-        }
-    block_sync<THREADS>(1);  // all is stored
-}
-
 // The first chunks of a block's first item, if every expert has one tile; whether they are asked for.
 __device__ inline bool ask_early(const TensorMap* of_w13, const Ring& ring, int experts) {
     const int likely = blockIdx.x / Up::BLOCKS;
@@ -308,8 +237,8 @@ struct BlockCounts {
 };
 
 // The warp that asks for weights.
-__device__ inline void weights_warp(const Maps& maps, const Tiles& tiles, const Ring& ring, const Queue& queue,
-                                    const BlockCounts& blocks, bool guessed) {
+__device__ inline void weights_warp(const TensorMap* w13, const TensorMap* w2, const Tiles& tiles, const Ring& ring,
+                                    const Queue& queue, const BlockCounts& blocks, bool guessed) {
     if (!elected()) return;
     atomicAdd(blocks.started, 1);
     const int items = tiles.items();
@@ -317,8 +246,7 @@ __device__ inline void weights_warp(const Maps& maps, const Tiles& tiles, const 
     int number = blockIdx.x, n = 0;
     bool right = false;
     if (guessed && number < items) {
-        // An item of w2 where few tiles are needed, maybe of the same expert, or of shared experts, which have no
-        // number.
+        // An item of w2 where few tiles are needed, maybe of the same expert.
         const Item first = tiles.find(number);
         right = first.up && first.expert == (int)blockIdx.x / Up::BLOCKS;
     }
@@ -329,16 +257,10 @@ __device__ inline void weights_warp(const Maps& maps, const Tiles& tiles, const 
         if (number >= items) break;
         const Item item = tiles.find(number);
         int before = all_started ? atomicAdd(blocks.taken, 1) : 0;  // not awaited before this item's weights are asked for
-        if (SHARED_INNER && item.shared) {
-            if (item.up)
-                bring_weights<SharedUp>(maps.shared_w13, item, ring, 0, n);
-            else
-                bring_weights<SharedDown>(maps.shared_w2, item, ring, 0, n);
-        } else if (item.up) {
-            bring_weights<Up>(maps.w13, item, ring, right ? EARLY : 0, n);
-        } else {
-            bring_weights<Down>(maps.w2, item, ring, 0, n);
-        }
+        if (item.up)
+            bring_weights<Up>(w13, item, ring, right ? EARLY : 0, n);
+        else
+            bring_weights<Down>(w2, item, ring, 0, n);
         if (!all_started) {
             all_started = wait_briefly_for_count(blocks.started, gridDim.x, PATIENCE);
             before = all_started ? atomicAdd(blocks.taken, 1) : items;
@@ -348,35 +270,26 @@ __device__ inline void weights_warp(const Maps& maps, const Tiles& tiles, const 
     blocks.leave();
 }
 
-// One warp: until all items of G, an item's first half, are there. The last of its second half clears their count.
-template <class G, class Second> __device__ inline void wait_for_rows(int* count) {
-    wait_for_count(count, G::BLOCKS);
+// One warp: until a tile's rows of h are there. The last of its items of w2 clears their count.
+__device__ inline void wait_for_rows(int* count) {
+    wait_for_count(count, Up::BLOCKS);
     __syncwarp();  // all lanes have seen the count that the last warp to see it clears
-    if (threadIdx.x % 32 == 0 && atomicAdd(count, 1) == G::BLOCKS + Second::BLOCKS - 1) *count = 0;
+    if (threadIdx.x % 32 == 0 && atomicAdd(count, 1) == Up::BLOCKS + Down::BLOCKS - 1) *count = 0;
 }
 
 // The warp that gathers rows.
-__device__ inline void rows_warp(const T* x, const T* h, const T* shared_h, const int* sorted_ids, const Tiles& tiles,
-                                 const Ring& ring, const Queue& queue, int* done, int* shared_done) {
+__device__ inline void rows_warp(const T* x, const T* h, const int* sorted_ids, const Tiles& tiles, const Ring& ring,
+                                 const Queue& queue, int* done) {
     const int lane = threadIdx.x % 32, items = tiles.items();
     for (int k = 0, n = 0;; k++) {
         const int number = queue.get(k);
         if (number >= items) break;
         const Item item = tiles.find(number);
-        if (SHARED_INNER && item.shared) {
-            if (item.up) {
-                bring_rows<SharedUp>(x, 0, item.rows, ring, n);
-            } else {
-                wait_for_rows<SharedUp, SharedDown>(shared_done);
-                bring_rows<SharedDown>(shared_h, 0, item.rows, ring, n);
-            }
-            continue;
-        }
         const int mine = item.start + (lane < item.rows ? lane : 0);
         if (item.up) {
             bring_rows<Up>(x, __ldcg(sorted_ids + mine) / TOP, item.rows, ring, n);
         } else {
-            wait_for_rows<Up, Down>(done + item.tile);
+            wait_for_rows(done + item.tile);
             bring_rows<Down>(h, mine, item.rows, ring, n);
         }
     }
@@ -385,37 +298,29 @@ __device__ inline void rows_warp(const T* x, const T* h, const T* shared_h, cons
 
 // The warps that multiply.
 __device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, const Queue& queue, float* sums, const int* sorted_ids,
-                                      const float* weights, T* h, T* shared_h, T* y, int* done, int* shared_done) {
+                                      const float* weights, T* h, T* y, int* done) {
     const TileLane place(ring.at, threadIdx.x / 32, threadIdx.x % 32);
     const int items = tiles.items();
     for (int k = 0, n = 0;; k++) {
         const int number = queue.get(k);
         if (number >= items) break;
         const Item item = tiles.find(number);
-        if (SHARED_INNER && item.shared) {
-            if (item.up)
-                multiply_shared<SharedUp>(item, ring, shared_h, SHARED_INNER, n);
-            else
-                multiply_shared<SharedDown>(item, ring, y + (long long)TOP * HIDDEN, (TOP + 1) * HIDDEN, n);
-        } else if (item.up) {
+        if (item.up)
             multiply<Up>(item, place, ring, sums, sorted_ids, weights, h, n);
-        } else {
+        else
             multiply<Down>(item, place, ring, sums, sorted_ids, weights, y, n);
-        }
         if (item.up && threadIdx.x == 0) {  // rows of the second GEMM are stored, by threads that have met
             __threadfence();
-            atomicAdd(item.shared ? shared_done : done + item.tile, 1);
+            atomicAdd(done + item.tile, 1);
         }
     }
 }
 #endif
 
-// shared_h: [tokens, SHARED_INNER]; it, shared_w13 and shared_w2 are anything without SHARED_INNER.
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
 expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_constant__ TensorMap w2, const int* sorted_ids,
            const int* offsets, const int* tile_expert, const int* tile_start, const float* weights, T* h, T* y, int* done, int most,
-           int experts, const __grid_constant__ TensorMap shared_w13, const __grid_constant__ TensorMap shared_w2,
-           T* shared_h, int tokens) {
+           int experts) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], early[STAGES], posted[QUEUE_DEPTH], read[QUEUE_DEPTH];
@@ -423,25 +328,23 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
     const unsigned start = (smem_address(memory) + 1023) / 1024 * 1024;
     float* sums = (float*)((char*)memory + (start - smem_address(memory)) + STAGES * STAGE);
     const int warp = threadIdx.x / 32;
-    int* const shared_done = done + most + 1;
-    const BlockCounts blocks{done + most, done + most + 2, done + most + 3};
+    const BlockCounts blocks{done + most, done + most + 1, done + most + 2};
     const Ring ring{start, full, empty, early};
     const Queue queue{numbers, posted, read};
     if (threadIdx.x == 0) init_barriers(ring, queue);
     __syncthreads();
-    const Maps maps{&w13, &w2, &shared_w13, &shared_w2};
-    const bool guessed = warp == THREADS / 32 && ask_early(maps.w13, ring, experts);
+    const bool guessed = warp == THREADS / 32 && ask_early(&w13, ring, experts);
     grid_wait();
-    const Tiles tiles(offsets, tile_expert, tile_start, most, tokens);
+    const Tiles tiles(offsets, tile_expert, tile_start, most);
     if (warp == THREADS / 32) {
-        weights_warp(maps, tiles, ring, queue, blocks, guessed);
+        weights_warp(&w13, &w2, tiles, ring, queue, blocks, guessed);
         return;
     }
     if (warp > THREADS / 32) {
         launch_dependents();
-        rows_warp(x, h, shared_h, sorted_ids, tiles, ring, queue, done, shared_done);
+        rows_warp(x, h, sorted_ids, tiles, ring, queue, done);
         return;
     }
-    multiply_warps(tiles, ring, queue, sums, sorted_ids, weights, h, shared_h, y, done, shared_done);
+    multiply_warps(tiles, ring, queue, sums, sorted_ids, weights, h, y, done);
 #endif
 }

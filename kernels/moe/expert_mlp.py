@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -23,15 +23,6 @@ MAX_STAGES = 12
 # Triton's are taken (H200, 2026-11-27, benchmarks/ops_moe.py: of 12 routed tokens a layer of DeepSeek-V2-Lite takes 275
 # us here and 269 there, of 16 one of Qwen3-30B-A3B 316 and 301, of 8 one of it 285 and 288).
 TILES = {4: 1, 8: 2, 11: 4}
-MAX_SHARED_ROWS = 64  # tokens that an item of shared experts has all of
-SHARED_CHUNK = 64  # inputs of theirs that a block multiplies at once
-
-
-class SharedExperts(NamedTuple):
-    """Experts that all tokens visit, as one of S inner elements: of the others' dtype and activation, contiguous."""
-
-    w13: Tensor  # [2 S, H], gate over up
-    w2: Tensor  # [H, S]
 
 
 def supports(x: Tensor, w13: object, w2: object) -> bool:
@@ -44,21 +35,13 @@ def supports(x: Tensor, w13: object, w2: object) -> bool:
     return same and sizes and jit.plain(x, w13, w2) and device_caps(x.device).has_tma
 
 
-def supports_shared(x: Tensor, w2: Tensor, shared: SharedExperts) -> bool:
-    """Whether `expert_mlp`, where it supports x and w2, takes these too."""
-    hidden, inner = w2.shape[1:]
-    plain = jit.plain(*shared) and shared.w13.dtype == shared.w2.dtype == x.dtype
-    chunks = _chunk(hidden, inner) == 2 * SHARED_CHUNK and shared.w2.shape[1] % SHARED_CHUNK == 0
-    return plain and chunks and 0 < len(x) <= MAX_SHARED_ROWS
-
-
 def choose_tiles(routed: int, experts: int) -> int:
     """The largest number of 8-row tiles in an item."""
     return next(tiles for most, tiles in TILES.items() if routed <= most * experts)
 
 
-def sizes(hidden: int, inner: int, act: str, top: int, tiles: int, shared_inner: int = 0) -> dict[str, int]:
-    """Compile-time constants of expert_mlp.cu. shared_inner: inner elements of shared experts."""
+def sizes(hidden: int, inner: int, act: str, top: int, tiles: int) -> dict[str, int]:
+    """Compile-time constants of expert_mlp.cu."""
     return dict(
         HIDDEN=hidden,
         INNER=inner,
@@ -67,7 +50,6 @@ def sizes(hidden: int, inner: int, act: str, top: int, tiles: int, shared_inner:
         TILES=tiles,
         ACT=act_number(act),
         TOP=top,
-        SHARED_INNER=shared_inner,
     )
 
 
@@ -85,40 +67,29 @@ def stages(hidden: int, inner: int, tiles: int) -> tuple[int, int]:
     return count, 1024 + count * stage + sums
 
 
-def experts(given: Inputs, tiles: int = 0, shared: SharedExperts | None = None) -> Tensor:
+def experts(given: Inputs, tiles: int = 0) -> Tensor:
     """`expert_mlp` of these, which it supports, without biases. tiles: of 8 rows; chosen unless given."""
     x, ids, weights, w13, w2, act, _, local_experts, _ = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
     tiles = tiles or choose_tiles(given.routed, given.experts)
-    return expert_mlp(x, ids, weights, w13, w2, group(ids, len(w13), 8 * tiles, local_experts), act, tiles, shared)
+    return expert_mlp(x, ids, weights, w13, w2, group(ids, len(w13), 8 * tiles, local_experts), act, tiles)
 
 
 def expert_mlp(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, groups: Groups, act: str, tiles: int,
-    shared: SharedExperts | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, groups: Groups, act: str, tiles: int
+) -> Tensor:
     """[routed, H], in the routed tokens' own order: the routed tokens' weights * w2 (act(gate) * up), of x [T, H], w13
-    [E, 2 I, H] and w2 [E, H, I]. groups: in tiles of 8 * tiles rows. shared: behind each token's routed tokens is what
-    these make, [T * (k + 1), H]."""
-    (tokens, top), (experts, hidden, inner) = ids.shape, w2.shape
-    routed, shared_inner = tokens * top, shared.w2.shape[1] if shared else 0
+    [E, 2 I, H] and w2 [E, H, I]. groups: in tiles of 8 * tiles rows."""
+    (experts, hidden, inner), routed, count = w2.shape, ids.numel(), len(groups.tile_expert)
     memory = stages(hidden, inner, tiles)[1]
-    consts = sizes(hidden, inner, act, top, tiles, shared_inner)
+    consts = sizes(hidden, inner, act, ids.shape[1], tiles)
     kernel = jit.kernel("expert_mlp", "expert_mlp", x.dtype, memory, **consts)
     of_w13 = jit.tensor_map(w13.data_ptr(), experts * 2 * inner, hidden, OUTPUTS // 2, hidden)
     of_w2 = jit.tensor_map(w2.data_ptr(), experts * hidden, inner, OUTPUTS, inner)
-    of_shared_w13, of_shared_w2, shared_h = of_w13, of_w2, x  # what a kernel without does not touch
-    if shared:
-        of_shared_w13 = jit.tensor_map(shared.w13.data_ptr(), 2 * shared_inner, hidden, OUTPUTS // 2, hidden)
-        of_shared_w2 = jit.tensor_map(shared.w2.data_ptr(), hidden, shared_inner, OUTPUTS, shared_inner)
-        shared_h = x.new_empty(tokens, shared_inner)
-    h, y = x.new_empty(routed, inner), x.new_empty(routed + (tokens if shared else 0), hidden)
-    count = len(groups.tile_expert)
-    assert count + 4 <= jit.COUNTERS
+    h, y = x.new_empty(routed, inner), x.new_empty(routed, hidden)
+    assert count + 3 <= jit.COUNTERS
     done = jit.counters(x.device, current_stream())
     blocks = min(device_caps(x.device).num_sms, count * max(2 * inner, hidden) // OUTPUTS)
-    kernel(
-        (blocks, 1, 1), WARPS * 32, x, of_w13, of_w2, *groups, weights, h, y, done, count, experts, of_shared_w13,
-        of_shared_w2, shared_h, tokens, shared=memory,
-    )  # fmt: skip
+    args = x, of_w13, of_w2, *groups, weights, h, y, done, count, experts
+    kernel((blocks, 1, 1), WARPS * 32, *args, shared=memory)
     return y

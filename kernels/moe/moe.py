@@ -26,7 +26,6 @@ from ..quantized.floats import Floats
 from ..quantized.linear import dequantize
 from ..quantized.stack import Stack
 from . import expert_mlp, experts_cpu, plain_experts, quantized_experts
-from .expert_mlp import SharedExperts
 from .group import LocalExperts, local_ids
 
 Matrices = Tensor | Floats | Stack  # [E, outputs, inputs]
@@ -214,7 +213,7 @@ def choose(given: Inputs) -> tuple[ExpertCandidate, Callable[[], Tensor]]:
 def warm_up_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
     last = {routed for one in CANDIDATES for routed in one.last_routed(experts)}
-    return sorted({routed // k + 1 for routed in last} | {expert_mlp.MAX_SHARED_ROWS + 1})
+    return sorted({routed // k + 1 for routed in last})
 
 
 def fused_experts(given: Inputs) -> Tensor:
@@ -238,24 +237,6 @@ def expert_terms(given: Inputs) -> Tensor:
     return run().unsqueeze(1) if one.sums else apart(run(), ids, given.local_experts)
 
 
-def takes_shared(x: Tensor, k: int, w13: Matrices, w2: Matrices, shared: SharedExperts) -> bool:
-    """Whether `terms_with_shared` takes x [T, H] and all experts of a layer, which have no biases, and is faster than
-    `expert_terms` and these shared experts apart."""
-    if not x.is_cuda or not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
-        return False
-    routed, experts = len(x) * k, len(w13)
-    plans = (one.plan for one in CANDIDATES if one.in_range(routed, experts))
-    first = next((plan for plan in plans if plan in (_gemv, _in_one_launch)), None)
-    return first is _in_one_launch and expert_mlp.supports(x, w13, w2) and expert_mlp.supports_shared(x, w2, shared)
-
-
-def terms_with_shared(given: Inputs, shared: SharedExperts) -> Tensor:
-    """`expert_terms`, and behind each token's what experts make that all tokens visit: [T, k + 1, H]."""
-    x, ids, weights = (one.contiguous() for one in given[:3])
-    y = expert_mlp.experts(given._replace(x=x, ids=ids, weights=weights), shared=shared)
-    return y.view(len(x), ids.shape[1] + 1, x.shape[1])
-
-
 def apart(routed: Tensor, ids: Tensor, local_experts: LocalExperts | None) -> Tensor:
     """Routed tokens [T * k, H] as terms [T, k, H]; where some are not held, and so undefined, as one [T, 1, H]."""
     return (
@@ -264,7 +245,7 @@ def apart(routed: Tensor, ids: Tensor, local_experts: LocalExperts | None) -> Te
 
 
 def summed(terms: Tensor, ids: Tensor) -> Tensor:
-    """[T, H] of `expert_terms` or `terms_with_shared`."""
+    """[T, H] of `expert_terms`."""
     return terms.squeeze(1) if terms.shape[1] == 1 else combine(terms.flatten(0, 1), ids)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import USAGE, FatalError
-from ....kernels.moe.expert_mlp import SharedExperts
 from ....kernels.moe.moe import (
     Biases,
     Inputs,
@@ -24,8 +23,6 @@ from ....kernels.moe.moe import (
     Matrices,
     expert_terms,
     summed,
-    takes_shared,
-    terms_with_shared,
     warm_up_rows,
 )  # fmt: skip
 from ....kernels.quantized.stack import Stack
@@ -180,7 +177,6 @@ class Routed:
     x: Tensor  # [T, H]
     ids: Tensor  # [T, k] int32
     weights: Tensor  # [T, k] f32
-    shared: SharedExperts | None = None  # that they visit, too, where one kernel takes all
 
     def __len__(self) -> int:
         return len(self.x)
@@ -253,25 +249,12 @@ class FusedExperts(nn.Module):
         both.build(tuple(up), of_up.stack(both, up))
         one.build(tuple(down), of_down.stack(one, down))
 
-    def takes_shared(self, x: Tensor, shared: SharedExperts) -> bool:
-        """Whether `forward` takes these experts of all tokens x [T, H] and is faster than with them apart."""
-        up, down = self.gate_up_proj, self.down_proj
-        if (
-            self.host is not None
-            or self.local_experts
-            or not self.gated
-            or up.bias is not None
-            or down.bias is not None
-        ):
-            return False
-        return takes_shared(x, self.top_k, up.matrices, down.matrices, shared)
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, shared: SharedExperts | None = None) -> Partial:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Partial:
         """x [T, H], ids [T, k] int32, weights [T, k] f32. On the device, nothing is multiplied before somebody reads
-        it. shared: is in the sum, too; `takes_shared` has been asked."""
+        it."""
         if self.host is not None:
             return Partial((self, self.host.begin(x, ids, weights)))
-        return Partial((self, Routed(x, ids, weights, shared)))
+        return Partial((self, Routed(x, ids, weights)))
 
     def multiply(self, routed: Routed | Pending) -> Tensor:
         """This rank's part of the experts' weighted sums, [T, H]."""
@@ -292,7 +275,7 @@ class FusedExperts(nn.Module):
         given = Inputs(
             *routed.parts, up.matrices, down.matrices, self.activation, biases, self.local_experts, self.gated
         )
-        return terms_with_shared(given, routed.shared) if routed.shared else expert_terms(given)
+        return expert_terms(given)
 
     @property
     def num_weights(self) -> int:

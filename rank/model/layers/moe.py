@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, USAGE, FatalError
-from ....kernels.moe.expert_mlp import SharedExperts
 from ....kernels.moe.router import RouterParams, route, weigh
 from ..experts.fused import APART, ExpertLayout, FusedExperts
 from ..shard import whole
@@ -136,22 +135,7 @@ class SharedMoE(MoE):
 
     def forward(self, h: Normed | Tensor) -> Partial:
         x = h.tensor() if isinstance(h, Normed) else h
-        return self._visit(x, *self.gate(x))
-
-    def _visit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Partial:
-        shared = self._plain_shared()
-        if shared is not None and self.experts.takes_shared(x, shared):
-            return self.experts(x, ids, weights, shared)
-        return self.experts(x, ids, weights) + self.shared_experts(x)
-
-    def _plain_shared(self) -> SharedExperts | None:
-        """For the routed experts' launch, which adds no biases and has one activation: where they have none, that
-        activation, and plain matrices."""
-        linears = self.shared_experts.gate_up_proj, self.shared_experts.down_proj
-        if linears[0].activation != self.experts.activation:
-            return None
-        up, down = (None if one.biased else one.matrix for one in linears)
-        return None if up is None or down is None else SharedExperts(up, down)
+        return self.experts(x, *self.gate(x)) + self.shared_experts(x)
 
 
 class HashedMoE(SharedMoE):
@@ -168,4 +152,4 @@ class HashedMoE(SharedMoE):
     def forward(self, h: Normed | Tensor, tokens: Tensor) -> Partial:  # type: ignore[override]
         """tokens: ids [T] int64."""
         x = h.tensor() if isinstance(h, Normed) else h
-        return self._visit(x, *self.gate(x, tokens))
+        return self.experts(x, *self.gate(x, tokens)) + self.shared_experts(x)

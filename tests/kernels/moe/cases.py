@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 import torch
 from phalanx.kernels.activation.activation import ACTIVATIONS, clamped_swiglu
-from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.moe import moe, plain_experts
-from phalanx.kernels.moe.expert_mlp import SharedExperts
 from phalanx.kernels.moe.moe import Biases, Inputs, LocalExperts
 from phalanx.kernels.moe.plain_experts import TileConfig, Tiling
 from phalanx.kernels.quantized.int8_codes import q8_0
@@ -101,20 +99,6 @@ def biases(given: Inputs) -> Biases:
         bias[weight[:, 0, 0].isnan()] = float("nan")
         found.append(bias.to(weight.dtype))
     return Biases(*found)
-
-
-def make_shared(inner: int, given: Inputs) -> SharedExperts:
-    """Random experts that all tokens visit, on the CPU."""
-    x = given.x
-    w13, w2 = torch.randn(2 * inner, x.shape[1]) * x.shape[1] ** -0.5, torch.randn(x.shape[1], inner) * inner**-0.5
-    return SharedExperts(w13.to(x.dtype), w2.to(x.dtype))
-
-
-def with_shared_reference(given: Inputs, shared: SharedExperts) -> Tensor:
-    """[T, H], in f32 on the CPU."""
-    x, w13, w2 = (one.float().cpu() for one in (given.x, *shared))
-    routed = fused_experts_reference(given._replace(x=given.x.float(), w13=given.w13.float(), w2=given.w2.float()))
-    return (routed.cpu() + linear(gated_linear(x, w13, given.act), w2)).to(given.x.dtype)
 
 
 def near(got: Tensor, want: Tensor, bound: float) -> None:

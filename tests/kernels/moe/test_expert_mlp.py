@@ -10,7 +10,7 @@ from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import LocalExperts
 
 from .. import cuda_model
-from .cases import Sizes, make, make_shared, near, share_of, with_shared_reference
+from .cases import Sizes, make, near, share_of
 from .reference import fused_experts_reference
 
 # One tile and several, every expert and few, where a block's first item is what it guesses and where it is not,
@@ -83,41 +83,6 @@ def test_experts(sizes, tiles, local_experts, monkeypatch, cuda_models):
     assert not launcher.counts.any()
 
 
-# One tile and several, fewer items of routed experts than blocks, all rows that an item has, and one.
-SHARED = [
-    (Sizes(9, 2, 4, 128, 128), 1, 64, 1, torch.bfloat16),
-    (Sizes(1, 1, 5, 128, 128), 1, 256, 9, torch.bfloat16),
-    (Sizes(64, 2, 3, 256, 128), 4, 128, 1, torch.bfloat16),
-    (Sizes(37, 3, 4, 128, 128), 2, 192, 1, torch.float16),
-]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "sizes, tiles, inner, blocks, dtype",
-    [*SHARED[:2], *(pytest.param(*c, marks=pytest.mark.long) for c in SHARED[2:])],
-)
-def test_shared_experts(sizes, tiles, inner, blocks, dtype, monkeypatch, cuda_models):
-    """Each token's are behind its pairs; those are as without."""
-    torch.manual_seed(3)
-    given = make(sizes, dtype)
-    x, ids, weights, w13, w2, act, *_ = given
-    shared = make_shared(inner, given)
-    assert expert_mlp.supports_shared(x, w2, shared)
-    groups = group(ids, len(w13), 8 * tiles)
-    launcher = Launcher(monkeypatch, cuda_models)
-    args = x, ids, weights, w13, w2, groups, act, tiles
-    apart = expert_mlp.expert_mlp(*args).view(*ids.shape, -1)
-    launcher.made.clear()
-    y = expert_mlp.expert_mlp(*args, shared).view(len(x), ids.shape[1] + 1, -1)
-    assert torch.equal(y[:, :-1], apart)
-    near(y.float().sum(1).to(x.dtype), with_shared_reference(given, shared), 4e-2)
-    assert not launcher.counts.any()
-    launcher.blocks = blocks
-    assert torch.equal(expert_mlp.expert_mlp(*args, shared).view(y.shape), y)
-    assert not launcher.counts.any()
-
-
 @pytest.mark.parametrize("blocks", [2, 4, 7])
 def test_blocks_that_cannot_run_together(blocks, monkeypatch, cuda_models):
     """The model runs one block after the other, as a GPU does whose other multiprocessors are taken: those that find
@@ -131,20 +96,6 @@ def test_blocks_that_cannot_run_together(blocks, monkeypatch, cuda_models):
     launcher.blocks = blocks
     assert torch.equal(expert_mlp.expert_mlp(*args), alone)
     assert not launcher.counts.any()
-
-
-def test_what_it_takes_of_shared_experts():
-    given = make(Sizes(9, 2, 4, 128, 128), torch.bfloat16)
-    shared = make_shared(128, given)
-    for x, w2, those in (
-        (given.x, given.w2[..., :64], shared),  # chunks of 64
-        (given.x, given.w2, make_shared(96, given)),
-        (given.x, given.w2, shared._replace(w2=shared.w2.half())),
-        (given.x, given.w2, shared._replace(w2=shared.w2.t().contiguous().t())),
-        (given.x[:0], given.w2, shared),
-        (given.x.expand(8, 9, 128).flatten(0, 1), given.w2, shared),  # 72 tokens
-    ):
-        assert not expert_mlp.supports_shared(x, w2, those)
 
 
 @pytest.mark.parametrize("tiles", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])

@@ -7,7 +7,6 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.moe import expert_mlp, moe, plain_experts, router
-from phalanx.kernels.moe.expert_mlp import SharedExperts
 from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.norm import norm
@@ -20,13 +19,11 @@ from .cases import (
     Sizes,
     biases,
     make,
-    make_shared,
     near,
     share_of,
     shares,
     strided,
     summed,
-    with_shared_reference,
     without_gate,
 )  # fmt: skip
 from .reference import fused_experts_reference
@@ -100,55 +97,25 @@ def test_in_one_launch_with_chunks_of_64(hidden, inner):
 
 
 @needs_tma
-@pytest.mark.parametrize("tiles", [1, 2, 4])
-@pytest.mark.parametrize("tokens, spread", [(1, "any"), (9, "few"), (30, "one"), (64, "any")])
-def test_shared_experts_in_one_launch(tiles, tokens, spread):
-    for dtype, bound in KINDS[1:]:
-        given = make(Sizes(tokens, 4, 20, 512, 384, spread), dtype)
-        shared, device = make_shared(704, given), torch.device("cuda", 0)
-        want = with_shared_reference(given, shared)
-        there = given._replace(**{name: getattr(given, name).to(device) for name in given._fields[:5]})
-        shared = SharedExperts(*(one.to(device) for one in shared))
-        assert expert_mlp.supports(there.x, there.w13, there.w2)
-        assert expert_mlp.supports_shared(there.x, there.w2, shared)
-        y = expert_mlp.experts(there, tiles, shared).view(tokens, 5, -1)
-        assert torch.equal(y[:, :-1].flatten(0, 1), expert_mlp.experts(there, tiles))
-        near(moe.summed(y, there.ids), want, bound)
-        assert not jit.counters(device, torch.cuda.current_stream().cuda_stream).any()
-
-
-@needs_tma
-def test_when_shared_experts_are_taken():
-    """Not of few pairs, which GEMVs take, and not of more tokens than an item has."""
-    given = make(Sizes(65, 6, 64, 256, 128), torch.bfloat16, "cuda")
-    shared = SharedExperts(*(one.cuda() for one in make_shared(256, given)))
-    taken = [n for n in range(66) if moe.takes_shared(given.x[:n], 6, given.w13, given.w2, shared)]
-    assert taken == list(range(6, 65))
-
-
-@needs_tma
-@pytest.mark.parametrize(
-    "tokens, tiles, inner", [(40, 1, 0), (40, 2, 0), (40, 1, 1536), (64, 2, 2816), (64, 4, 0)]
-)
-def test_layers_in_one_launch(tokens, tiles, inner):
+@pytest.mark.parametrize("tokens, tiles", [(40, 1), (40, 2), (64, 4)])
+def test_layers_in_one_launch(tokens, tiles):
     """One behind the other, as graphs and one by one, each with other experts: routers, sorting and experts' first
-    weights overlap, and what is as before must be the same. inner: of shared experts; 0: there are none."""
+    weights overlap, and what is as before must be the same."""
     layers = [make(QWEN._replace(tokens=tokens), torch.bfloat16, "cuda") for _ in range(3)]
     routers = [torch.randn(QWEN.experts, QWEN.hidden, device="cuda").bfloat16() / 32 for _ in layers]
     weights = [(one.w13.nan_to_num(0.01), one.w2.nan_to_num(0.01)) for one in layers]
-    shared = [SharedExperts(*(w.cuda() for w in make_shared(inner, one))) if inner else None for one in layers]
     norm_weight, params = torch.ones(QWEN.hidden, device="cuda").bfloat16(), RouterParams(QWEN.k)
     start, found = layers[0].x, []
 
     def step(pause):
         residual, terms = start.clone(), start[:, None].clone()
-        for gate, (w13, w2), every in zip(routers, weights, shared, strict=True):
+        for gate, (w13, w2) in zip(routers, weights, strict=True):
             x, residual = norm.sum_add_rms_norm(terms, residual, norm_weight, 1e-5)
             pause()
             ids, by = router.route(x, gate, None, params)
             pause()
             given = moe.Inputs(x, ids, by, w13, w2)
-            terms = expert_mlp.experts(given, tiles, every).view(len(x), -1, x.shape[1])
+            terms = expert_mlp.experts(given, tiles).view(len(x), -1, x.shape[1])
             pause()
         found.append(residual.add(terms.float().sum(1)))
 
