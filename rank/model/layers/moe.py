@@ -20,7 +20,7 @@ class Router(ShardedModule):
 
     fields = (
         Field("weight", "oi"),
-        Field("e_score_correction_bias", "o", torch.float32),
+        Field("e_score_correction_bias", "o", torch.float32, made_up=0),  # no expert is chosen more often
         Field("bias", "o", torch.float32),
     )
 
