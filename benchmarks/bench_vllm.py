@@ -5,9 +5,9 @@
 
 Both engines get token ids and give greedy tokens: no tokenizer, no HTTP, no prefix cache. After the start vLLM's random
 weights are replaced by numbers distributed as offline.py's: matrices uniform with deviation 1 / sqrt(inputs), norms 1,
-biases 0. vLLM's own lie within 0.001. With those tokens of a prompt become alike, so that all choose the same experts
-and a GPU takes less power: prompts, mixed loads and models of experts are too fast. Weights of 8 bits and fewer
-(--quantized) stay as vLLM makes them, so compare only their decode steps.
+biases 0, decays of Mamba -1. vLLM's own lie within 0.001. With those tokens of a prompt become alike, so that all
+choose the same experts and a GPU takes less power: prompts, mixed loads and models of experts are too fast. Weights of
+8 bits and fewer (--quantized) stay as vLLM makes them, so compare only their decode steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def make_uniform(model: Any) -> int:
             continue
         count += 1
         if weight.dim() < 2:
-            weight.data.fill_(0.0 if name.endswith("bias") else 1.0)
+            # Mamba's A is below 0, or its state would grow without end.
+            weight.data.fill_(0.0 if name.endswith("bias") else -1.0 if name.endswith(".A") else 1.0)
             continue
         # One seed on all workers: what each of them holds whole, such as a router, has to be the same on all.
         generator = torch.Generator(device=weight.device).manual_seed(count)

@@ -71,12 +71,13 @@ def test_weights_become_those_of_offline():
     model = torch.nn.ModuleDict({"up": torch.nn.Linear(768, 512), "norm": torch.nn.LayerNorm(64)}).bfloat16()
     model.experts = torch.nn.Parameter(torch.zeros(3, 128, 192, dtype=torch.bfloat16))
     model.scale = torch.nn.Parameter(torch.full((4, 4), 7.0))
-    assert bench_vllm.make_uniform(model) == 5
+    model.mixer = torch.nn.ParameterDict({"A": torch.zeros(8)})
+    assert bench_vllm.make_uniform(model) == 6
     for weight in (model["up"].weight, *model.experts):
         assert abs(weight.float().std() * weight.shape[-1] ** 0.5 - 1) < 0.02
     assert not torch.equal(model.experts[0], model.experts[1])
     assert (model["norm"].weight == 1).all() and not model["norm"].bias.any() and not model["up"].bias.any()
-    assert (model.scale == 7).all()
+    assert (model.scale == 7).all() and (model.mixer["A"] == -1).all()
 
 
 def test_the_parts_of_a_context_that_is_short():
