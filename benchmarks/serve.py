@@ -11,9 +11,12 @@ without them has failed. With --request-rate, requests come as a Poisson process
 
 Prompts are random words, each prompt other words. Before the run two prompts of known numbers of words ask for one
 token each; from the server's usage.prompt_tokens follow the tokens per word and those of the chat template, and so the
-number of words for --input-len, right to a few percent. --token-ids sends exactly that many token ids to
-/v1/completions instead, taken from those that the server reports for such a text (`return_token_ids`). The history is
-in addition to --input-len. The same seed gives the same prompts, which a second run may find in the prefix cache.
+number of words for --input-len, right to a few percent. The history and --image are in addition to them. --token-ids
+sends exactly that many token ids to /v1/completions instead, taken from those that the server reports for such a text
+(`return_token_ids`). The same seed gives the same prompts, which a second run may find in the prefix cache.
+
+With --beside a stream of text begins before the load, after the warm-up, and goes on beside it: its gaps between
+events, alone and under the load, say what prompts and images cost those who are reading.
 
 `phalanx bench` measures with the same client (launcher/commands/bench) and has fewer flags. The client runs in one
 thread and tells what share of a core it took; above 80 % it warns. Against serving/dummy.py on the same machine (2
@@ -101,6 +104,9 @@ def parser() -> Parser:
     add("--num-prompts", "--batch", type=_whole(1), default=8, metavar="N", help="requests in all (8)")
     add("--concurrency", type=_whole(0), metavar="N", help="at once; 0: no limit (8, no limit with --request-rate)")
     add("--request-rate", type=_number, default=0, metavar="R", help="mean arrivals a second; 0: all at once (0)")
+    add(
+        "--beside", type=_whole(0), default=0, metavar="N", help="a stream of N tokens beside the load, timed apart (0)"
+    )
     add("--warmup", type=_whole(0), default=0, metavar="N", help="requests of the same kind before, not counted (0)")
     add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrivals (0)")
     add = made.add_argument_group("prompts").add_argument
@@ -109,6 +115,13 @@ def parser() -> Parser:
     add("--input-lens", type=_lengths, metavar="N,N,…", help="each prompt's length is drawn from these")
     add("--output-lens", type=_lengths, metavar="N,N,…", help="each answer's length is drawn from these")
     add("--token-ids", action="store_true", help="prompts as token ids, of exact length, to /v1/completions")
+    add(
+        "--image",
+        type=_whole(0),
+        default=0,
+        metavar="SIDE",
+        help="a random image of SIDE x SIDE pixels in each (0: none)",
+    )
     add("--history-turns", type=_whole(0), default=0, metavar="N", help="earlier questions with answers (0)")
     add("--history-tokens", type=_whole(1), default=64, metavar="N", help="of each message of the history (64)")
     add("--history-reasoning-tokens", type=_whole(0), default=0, metavar="N", help="of each earlier answer (0)")
@@ -141,8 +154,8 @@ def read(argv: list[str]) -> argparse.Namespace:
     if args.endpoint == "chat" and args.token_ids:
         made.error("--token-ids needs --endpoint completions: a chat takes text only")
     args.endpoint = args.endpoint or ("completions" if args.token_ids else "chat")
-    if args.endpoint == "completions" and (args.history_turns or args.thinking is not None):
-        made.error("--history-turns and --thinking need --endpoint chat")
+    if args.endpoint == "completions" and (args.history_turns or args.image or args.thinking is not None):
+        made.error("--history-turns, --image and --thinking need --endpoint chat")
     if args.concurrency is None:
         args.concurrency = 0 if args.request_rate else CONCURRENCY
     args.base_url = _root(made, args)
@@ -194,7 +207,7 @@ async def bench(args: argparse.Namespace, file: Any) -> int:
         say(f"note: the model takes {entry['max_model_len']} tokens, --input-len and --output-len make {longest}")
     scale = await workload.calibrate(load, client, model)
     print(f"{model} at {args.base_url}{workload.path(load)}; prompts: {scale.note}", flush=True)
-    results, figures = await run.measure(load, client, model, scale, args.num_prompts, args.warmup)
+    results, figures = await run.measure(load, client, model, scale, args.num_prompts, args.warmup, args.beside)
     if args.print_samples:
         print(samples(results, args.sample_chars))
     if args.print_request_metrics:

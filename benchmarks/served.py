@@ -1,6 +1,7 @@
 """The cost of HTTP, text and streams: a server under benchmarks/serve.py, then offline.py's part c on the same devices.
 
     python benchmarks/served.py --config llama3-8b --tp 1 [--clients 256] [--requests 1536] [--out FILE]
+    python benchmarks/served.py --config qwen2.5-vl-7b --write FOLDER        the model's files alone, for any server
 
 The server has random weights of the config's shape and a byte-level tokenizer of its vocabulary, made for the run. Each
 client streams one request after the other over HTTP, prompts U[64, 1024] and answers U[64, 512] tokens long, as part
@@ -32,6 +33,22 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 HERE = Path(__file__).resolve().parent
 PHALANX = [sys.executable, "-P", "-m", "phalanx.launcher.cli"]
+IMAGE_TOKENS = {
+    "bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>", "vision_token_id": "<|vision_pad|>", "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}  # fmt: skip
+# One message, as Qwen2.5-VL's
+TEMPLATE = """{% for message in messages %}<|151644|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
+{%- if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}<|151644|>assistant
+"""
+PREPROCESSOR = dict(
+    image_processor_type="Qwen2VLImageProcessor", processor_class="Qwen2_5_VLProcessor", min_pixels=3136,
+    max_pixels=12845056, patch_size=14, temporal_patch_size=2, merge_size=2,
+)  # fmt: skip
 LONGEST = 8192  # tokens of a sequence
 STARTS = 300.0  # seconds that a server may take to be ready
 
@@ -49,7 +66,12 @@ def main() -> int:
     parser.add_argument("--args", default="", help="more flags for the server and for offline.py, such as --device=cpu")
     parser.add_argument("--n-mixed", type=int, default=512, help="requests of part c")
     parser.add_argument("--out", default="", help="append the lines to this file")
+    parser.add_argument("--write", default="", metavar="FOLDER", help="write the model's files there, and end")
     asked = parser.parse_args()
+    if asked.write:
+        os.makedirs(asked.write, exist_ok=True)
+        write_model(asked.config, Path(asked.write))
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         write_model(asked.config, Path(folder))
         lines = [served(asked, folder), offline(asked)]
@@ -64,14 +86,19 @@ def main() -> int:
 
 
 def write_model(name: str, folder: Path) -> None:
-    """config.json, and a tokenizer that has a token for each id: bytes, then words of lower-case letters by length."""
+    """config.json, and a tokenizer that has a token for each id: bytes, then words of lower-case letters by length.
+
+    With a tower also what a server needs for images, as Qwen2.5-VL has it.
+    """
     config = CONFIGS[name]
+    special = {config[key]: token for key, token in IMAGE_TOKENS.items()} if "vision_config" in config else {}
+    plain = min(special, default=config["vocab_size"])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab, merges = {letter: i for i, letter in enumerate(alphabet)}, []
     letters = ["Ġ", *string.ascii_lowercase]  # Ġ: a space
     for first in (queue := list(letters)):
         for second in letters:
-            if len(vocab) == config["vocab_size"]:
+            if len(vocab) == plain:
                 break
             vocab[first + second] = len(vocab)
             merges.append((first, second))
@@ -79,6 +106,10 @@ def write_model(name: str, folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    if special:  # the ids behind them have tokens too
+        tokenizer.add_special_tokens([special.get(i, f"<|{i}|>") for i in range(plain, config["vocab_size"])])
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(config))
 

@@ -19,8 +19,12 @@ IDS = [7, 900, 901, 902, 903]
 def count(body):
     if isinstance(body.get("prompt"), list):
         return len(body["prompt"])
-    texts = [body["prompt"]] if "prompt" in body else [m["content"] for m in body["messages"]]
+    texts = [body["prompt"]] if "prompt" in body else [text_of(m["content"]) for m in body["messages"]]
     return OVERHEAD + PER_WORD * sum(len(text.split()) for text in texts)
+
+
+def text_of(content):
+    return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
 
 
 class Models(tornado.web.RequestHandler):

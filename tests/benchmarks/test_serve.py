@@ -1,6 +1,8 @@
 """benchmarks/serve.py against a small server of its own kind: what it sends, what it measures, what it says."""
 
 import asyncio
+import base64
+import io
 import json
 import os
 import re
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from phalanx.benchmarks import serve
 from phalanx.launcher.commands.bench import client, report, run, workload
+from PIL import Image
 
 from .. import retries
 from ..fields import each
@@ -188,6 +191,43 @@ def test_history_and_sampling(bench, server):
         "stream_options": {"include_usage": True},
         "max_tokens": 2,
     }
+
+
+def test_images(bench, server):
+    assert bench(*SMALL, "--image", 40, "--history-turns", 1, "--warmup", 1).code == 0
+    urls = []
+    for body in server.bodies:
+        *_, said = body["messages"]
+        (shown, text), before = said["content"], body["messages"][:-1]
+        assert len(text["text"].split()) == 30 and {type(one["content"]) for one in before} == {str}
+        urls.append(shown["image_url"]["url"])
+    assert len(set(urls)) == 5
+    header, _, data = urls[0].partition(",")
+    image = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert (header, image.format, image.size) == ("data:image/jpeg;base64", "JPEG", (40, 40))
+
+
+def test_a_stream_beside_the_load(bench, server, tmp_path):
+    """It begins after the warm-up and before all others, and is of text."""
+    path = tmp_path / "run.json"
+    server.step = 0.002
+    flags = "--image", 16, "--warmup", 1, "--ignore-eos", "--json", path
+    got = bench("--batch", 3, "--input-len", 50, "--output-len", 40, "--beside", 4000, *flags)
+    assert got.code == 0 and each(server.bodies, "max_tokens") == [40, 4000, 40, 40, 40]
+    assert isinstance(server.bodies[1]["messages"][0]["content"], str)
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert last["requests"] == 3 and not last["beside_ended"] and "warning: the stream" not in got.out
+    assert 0.002 < last["beside_s"]["p50"] <= last["beside_longest_s"]
+    for name, key in (("stream alone ms", "alone_s"), ("beside the load ms", "beside_s")):
+        assert row(got.out, name)[1] == pytest.approx(1000 * last[key]["p50"], abs=0.01)
+
+
+def test_a_stream_that_ends_before_the_load(bench, server):
+    server.step = 0.002
+    got = bench("--batch", 1, "--input-len", 50, "--output-len", 400, "--beside", 120)
+    assert got.code == 0 and "warning: the stream" in got.out
+    got = bench("--batch", 1, "--input-len", 50, "--output-len", 4, "--beside", 20)
+    assert got.code == 1 and "the stream beside the load had 20 events" in got.err
 
 
 def test_token_ids(bench, server):

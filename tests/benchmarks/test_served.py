@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jinja2
 import pytest
 from phalanx.benchmarks import served
 from tokenizers import Tokenizer
@@ -24,6 +25,23 @@ def test_each_id_has_a_token(tmp_path, config):
     assert tokenizer.get_vocab_size() == size
     assert tokenizer.decode(tokenizer.encode("a word, and another").ids) == "a word, and another"
     assert tokenizer.decode([size - 1]).isascii()
+
+
+def test_a_model_that_sees(tmp_path, monkeypatch):
+    """Its special tokens have the ids that its config tells, and its template shows images."""
+    monkeypatch.setattr("sys.argv", ["served.py", "--config", "qwen2.5-vl-7b", "--write", str(tmp_path)])
+    assert served.main() == 0
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert tokenizer.get_vocab_size() == config["vocab_size"]
+    assert tokenizer.token_to_id("<|image_pad|>") == config["image_token_id"]
+    assert tokenizer.token_to_id("<|im_end|>") == config["eos_token_id"]
+    said = [{"type": "image_url"}, {"type": "text", "text": "a word"}]
+    template = jinja2.Template((tmp_path / "chat_template.jinja").read_text())
+    ids = tokenizer.encode(template.render(messages=[{"role": "user", "content": said}])).ids
+    shown = [config[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end")]
+    at = ids.index(shown[0])
+    assert ids[at : at + 3] == shown and tokenizer.decode(ids[at + 3 : -1]).startswith("a word")
 
 
 def test_lengths():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .client import Answer
 from .workload import Job
 
 PERCENTILES = (50, 90, 95, 99)
@@ -90,6 +91,18 @@ def summary(results: list[Result], wall: float, cpu: float) -> dict[str, Any]:
     }
 
 
+def beside(stream: Answer, began: float, ended: float) -> dict[str, Any]:
+    """The gaps of a stream before a run and in it."""
+    gaps = [(after, after - before) for before, after in zip(stream.times, stream.times[1:], strict=False)]
+    loaded = [gap for at, gap in gaps if at > began and at - gap < ended]
+    return {
+        "alone_s": spread([gap for at, gap in gaps if at <= began]),
+        "beside_s": spread(loaded),
+        "beside_longest_s": max(loaded, default=0.0),
+        "beside_ended": stream.finish is not None,
+    }
+
+
 def table(run: dict[str, Any], rate: float = 0) -> str:
     """The summary for people; `rate` is the one that was asked for."""
     lines = [
@@ -111,12 +124,19 @@ def table(run: dict[str, Any], rate: float = 0) -> str:
         ("TPOT ms", "tpot_s"),
         ("inter-token ms", "itl_s"),
         ("end-to-end ms", "e2e_s"),
+        ("stream alone ms", "alone_s"),
+        ("beside the load ms", "beside_s"),
     ):
-        found = run[key]
+        if (found := run.get(key)) is None:
+            continue
         lines.append(f"{name:20}" + "".join(f"{found[h] * 1000:11.2f}" if found else f"{'-':>11}" for h in heads))
     lines.append(f"client: {run['client_cpu']:.0%} of a core")
     if run["client_cpu"] > BUSY:
         lines.append("warning: the client was busy, latencies may be its own: split the load over several clients")
+    if longest := run.get("beside_longest_s"):
+        lines.append(f"longest gap of the stream beside the load: {longest * 1000:.2f} ms")
+    if run.get("beside_ended"):
+        lines.append("warning: the stream beside the load ended before it: ask for more tokens")
     if rate and run["late_s"] > 0.05:
         lines.append(f"warning: requests were sent up to {run['late_s']:.2f} s after they were due (--concurrency?)")
     return "\n".join(lines + _failures(run["failures"]))

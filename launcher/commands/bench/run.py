@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 from . import report, workload
@@ -14,6 +15,7 @@ from .client import Answer, Client, Failure
 from .report import Result
 from .workload import Job, Load, Scale
 
+ALONE = 100  # events of the stream beside the load that come before it
 FIRST_WAIT = 0.25  # seconds before the first retry, then twice as long each time, unless the server says
 
 
@@ -29,15 +31,44 @@ def many_files() -> Iterator[None]:
 
 
 async def measure(
-    load: Load, client: Client, model: str, scale: Scale, count: int, warmup: int = 0
+    load: Load, client: Client, model: str, scale: Scale, count: int, warmup: int = 0, beside: int = 0
 ) -> tuple[list[Result], dict[str, Any]]:
-    """`count` requests, and the figures of the run. Raises Failure where the warm-up fails."""
+    """`count` requests, and the figures of the run. Raises Failure where the warm-up fails.
+
+    beside: tokens of a stream that begins before them and is given up after them; its gaps are figures of their own.
+    """
     if warmup:
         before, _, _ = await send(load, client, workload.jobs(load, model, scale, warmup, "warm-up"))
         if error := next((r.error for r in before if r.error), None):
             raise Failure(f"the warm-up failed: {error}")
-    results, wall, cpu = await send(load, client, workload.jobs(load, model, scale, count))
-    return results, report.summary(results, wall, cpu)
+    made = workload.jobs(load, model, scale, count)  # before the stream, which images being encoded would hold up
+    async with contextlib.AsyncExitStack() as stack:
+        stream = None
+        if beside:
+            stream = await stack.enter_async_context(_beside(load, client, model, scale, beside))
+        began = time.perf_counter()
+        results, wall, cpu = await send(load, client, made)
+    figures = report.summary(results, wall, cpu)
+    return results, figures if stream is None else figures | report.beside(stream, began, began + wall)
+
+
+@contextlib.asynccontextmanager
+async def _beside(load: Load, client: Client, model: str, scale: Scale, tokens: int) -> AsyncIterator[Answer]:
+    """A stream of text that has decoded alone for ALONE events. Raises Failure where it ends before."""
+    text = replace(load, image=0, history_turns=0, output_lens=[tokens], ignore_eos=True)
+    (job,) = workload.jobs(text, model, scale, 1, "beside")
+    answer = Answer()
+    task = asyncio.create_task(client.call("POST", workload.path(load), job.body, answer))
+    try:
+        while len(answer.times) < ALONE:
+            if task.done():
+                await task
+                raise Failure(f"the stream beside the load had {len(answer.times)} events: ask for more than {ALONE}")
+            await asyncio.sleep(0.001)
+        yield answer
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def _one(load: Load, client: Client, job: Job, began: float) -> Result:

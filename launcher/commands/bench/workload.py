@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +45,7 @@ class Load:
     history_turns: int = 0
     history_tokens: int = 64
     history_reasoning_tokens: int = 0
+    image: int = 0  # pixels of a side of the image in each prompt; 0: none
     ignore_eos: bool = False
     thinking: bool | None = None
     temperature: float | None = 0.0
@@ -152,6 +155,16 @@ def _history(load: Load, rng: random.Random, scale: Scale) -> list[dict[str, Any
     return messages
 
 
+def _picture(rng: random.Random, side: int) -> str:
+    """A JPEG of random colours that blend, as a data URL."""
+    from PIL import Image  # the extra `images`
+
+    coarse = max(1, side // 8)
+    colours = Image.frombytes("RGB", (coarse, coarse), rng.randbytes(3 * coarse * coarse))
+    colours.resize((side, side), Image.Resampling.BICUBIC).save(file := io.BytesIO(), "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 def jobs(load: Load, model: str, scale: Scale, count: int, what: str = "run") -> list[Job]:
     """`count` requests; `what` keeps the warm-up's prompts apart from the measured ones."""
     rng = random.Random(f"{load.seed} {what}")
@@ -164,6 +177,10 @@ def jobs(load: Load, model: str, scale: Scale, count: int, what: str = "run") ->
             request = _request(load, model, rng.choices(scale.ids, k=wanted))
         else:
             request = _request(load, model, _text(rng, scale.words(wanted)))
+        if load.image:
+            shown = {"type": "image_url", "image_url": {"url": _picture(rng, load.image)}}
+            (said,) = request["messages"]
+            said["content"] = [shown, {"type": "text", "text": said["content"]}]
         if load.history_turns:
             request["messages"] = _history(load, rng, scale) + request["messages"]
         body = msgspec.json.encode({**request, **fixed, "max_tokens": output})
