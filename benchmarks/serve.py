@@ -15,8 +15,8 @@ number of words for --input-len, right to a few percent. The history and --image
 sends exactly that many token ids to /v1/completions instead, taken from those that the server reports for such a text
 (`return_token_ids`). The same seed gives the same prompts, which a second run may find in the prefix cache.
 
-With --beside a stream of text begins before the load, after the warm-up, and goes on beside it: its gaps between
-events, alone and under the load, say what prompts and images cost those who are reading.
+With --beside a stream of text begins after the warm-up and goes on during the load. The gaps between its events, before
+and during the load, are what prompts and images cost those who are reading.
 
 `phalanx bench` measures with the same client (launcher/commands/bench) and has fewer flags. The client runs in one
 thread and tells what share of a core it took; above 80 % it warns. Against serving/dummy.py on the same machine (2

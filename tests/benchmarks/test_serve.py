@@ -199,7 +199,8 @@ def test_images(bench, server):
     for body in server.bodies:
         *_, said = body["messages"]
         (shown, text), before = said["content"], body["messages"][:-1]
-        assert len(text["text"].split()) == 30 and {type(one["content"]) for one in before} == {str}
+        assert len(text["text"].split()) == 30
+        assert {type(one["content"]) for one in before} == {str}
         urls.append(shown["image_url"]["url"])
     assert len(set(urls)) == 5
     header, _, data = urls[0].partition(",")
@@ -216,7 +217,8 @@ def test_a_stream_beside_the_load(bench, server, tmp_path):
     assert got.code == 0 and each(server.bodies, "max_tokens") == [40, 4000, 40, 40, 40]
     assert isinstance(server.bodies[1]["messages"][0]["content"], str)
     last = json.loads(path.read_text().splitlines()[-1])
-    assert last["requests"] == 3 and not last["beside_ended"] and "warning: the stream" not in got.out
+    assert last["requests"] == 3
+    assert not last["beside_ended"] and "warning:" not in got.out
     assert 0.002 < last["beside_s"]["p50"] <= last["beside_longest_s"]
     for name, key in (("stream alone ms", "alone_s"), ("beside the load ms", "beside_s")):
         assert row(got.out, name)[1] == pytest.approx(1000 * last[key]["p50"], abs=0.01)
@@ -225,9 +227,9 @@ def test_a_stream_beside_the_load(bench, server, tmp_path):
 def test_a_stream_that_ends_before_the_load(bench, server):
     server.step = 0.002
     got = bench("--batch", 1, "--input-len", 50, "--output-len", 400, "--beside", 120)
-    assert got.code == 0 and "warning: the stream" in got.out
+    assert got.code == 0 and "warning:" in got.out
     got = bench("--batch", 1, "--input-len", 50, "--output-len", 4, "--beside", 20)
-    assert got.code == 1 and "the stream beside the load had 20 events" in got.err
+    assert got.code == 1 and "20 events" in got.err
 
 
 def test_token_ids(bench, server):

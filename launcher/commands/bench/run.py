@@ -35,7 +35,7 @@ async def measure(
 ) -> tuple[list[Result], dict[str, Any]]:
     """`count` requests, and the figures of the run. Raises Failure where the warm-up fails.
 
-    beside: tokens of a stream that begins before them and is given up after them; its gaps are figures of their own.
+    beside: tokens of one more stream, which begins before them and is given up after them; its gaps are apart.
     """
     if warmup:
         before, _, _ = await send(load, client, workload.jobs(load, model, scale, warmup, "warm-up"))
