@@ -25,14 +25,18 @@ TYPICAL = 4096  # tokens of the sequence by which the number of entries is chose
 class CacheGroup(NamedTuple):
     window: int = 0  # its layers read the newest `window` tokens only; 0: all
     entries: int = 1  # of the block table, with which a block of the pool is entered
+    chunked: bool = False  # ... and of these the newest chunk's: a sequence is cut into chunks of `window` tokens
 
 
 Groups = tuple[CacheGroup, ...]  # where there are several, the one that reads all tokens is the first
 ONE_GROUP: Groups = (CacheGroup(),)
 
 
-def first_read(window: int, computed: int) -> int:
-    """The first token that the layers of a group may read where so many tokens of a sequence are computed."""
+def first_read(window: int, computed: int, chunked: bool = False) -> int:
+    """The first token that the layers of a group may read where so many tokens of a sequence are computed, of which
+    some may be drafts that are rejected later."""
+    if chunked:
+        return max(0, computed - TILE) // window * window
     return max(0, computed + 2 - window - TILE) if window else 0
 
 
@@ -48,7 +52,7 @@ def choose_groups(stages: Sequence[Mapping[int, int]], block_size: int) -> Group
     """
     windows = sorted({window for stage in stages for window in stage}, key=lambda window: (window > 0, -window))
     if len(windows) < 2:
-        return (CacheGroup(*windows),)
+        return tuple(map(CacheGroup, windows)) or ONE_GROUP
     layers = [sum(stage.get(window, 0) for stage in stages) for window in windows]
     most = max(layers)
     choices = [

@@ -52,9 +52,13 @@ class PagedKV(NamedTuple):
     key_dim: int
     value_dim: int
     window: int = 0  # the layer reads the newest `window` tokens only; 0: all
+    chunked: bool = False  # ... and of these the newest chunk's: a sequence is cut into chunks of `window` tokens
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        """Keys [tokens, kv_heads, key_dim], values [tokens, kv_heads, value_dim]; for e4m3 [kv_heads, 2, tokens]."""
+        """Keys [tokens, kv_heads, key_dim], values [tokens, kv_heads, value_dim]; for e4m3 [kv_heads, 2, tokens].
+        Raises FatalError where a chunk is not so many whole blocks."""
+        if self.chunked and self.window % tokens:
+            raise FatalError(f"--block-size {tokens} must divide this model's chunks of {self.window} tokens", USAGE)
         kept = (TensorSpec((tokens, self.kv_heads, dim), dtype) for dim in (self.key_dim, self.value_dim))
         return *kept, *_scales(self.kv_heads, tokens, dtype)
 

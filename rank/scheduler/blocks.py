@@ -213,7 +213,7 @@ class Blocks:
 
     def _first_read(self, group: CacheGroup, computed: int) -> int:
         """The first entry of a group's table that layers may read where so many tokens are computed."""
-        return cache_groups.first_read(group.window, computed) // (group.entries * self.size)
+        return cache_groups.first_read(group.window, computed, group.chunked) // (group.entries * self.size)
 
     def _find(self, digest: Hash, g: int, host: bool) -> int:
         """A block of a group, by the hash of its last tokens; NONE: it is not cached."""

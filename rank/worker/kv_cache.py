@@ -19,7 +19,7 @@ from ...comm.base import Comm
 from ...comm.broadcast import gather_bytes
 from .. import cache_groups
 from ..cache_groups import Groups
-from ..model.cache_spec import Caches, CacheSpec, block_bytes
+from ..model.cache_spec import Caches, CacheSpec, PagedKV, block_bytes
 
 PROC, SYS = Path("/proc"), Path("/sys")
 MIB = 1 << 20
@@ -130,6 +130,7 @@ class _StageLayers(NamedTuple):
     stage: int
     alike: bool  # all keep as much of a token
     windows: dict[int, int]  # how many have each window
+    chunks: list[int]  # of these windows
 
 
 def layout(
@@ -145,9 +146,12 @@ def layout(
     paged = [spec for spec in specs if spec.block(block_size, dtype)]
     windows = Counter(cache_groups.effective_window(spec.window, longest) for spec in paged)
     alike = len({spec.block(block_size, dtype) for spec in paged}) < 2
-    gathered = gather_bytes(world, msgspec.json.encode(_StageLayers(stage, alike, windows)))
+    chunks = sorted({spec.window for spec in paged if isinstance(spec, PagedKV) and spec.chunked})
+    gathered = gather_bytes(world, msgspec.json.encode(_StageLayers(stage, alike, windows, chunks)))
     stages = {one.stage: one for one in (msgspec.json.decode(data, type=_StageLayers) for data in gathered)}
     groups = cache_groups.choose_groups([one.windows for one in stages.values()], block_size)
+    chunked = {window for one in stages.values() for window in one.chunks}
+    groups = tuple(group._replace(chunked=group.window in chunked) for group in groups)
     if len(groups) > 1 and (len(groups) > max_tables or not all(one.alike for one in stages.values())):
         groups = cache_groups.ONE_GROUP
     whole = sum(block_bytes(spec, block_size, dtype) for spec in specs)

@@ -14,6 +14,8 @@ from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
 from ....kernels.activation.activation import scale_by_sigmoid
 from ....kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
+from ....kernels.attention.backend import AttentionMetadata
+from ....kernels.attention.chunks import by_chunks
 from ....kernels.norm.norm import rms_norm
 from ....kernels.rope.rope import CosSin, CurrentKV, KVCache, QKNorm, apply_rotary, rope_and_store_kv
 from ..batch import Batch
@@ -45,10 +47,13 @@ class PagedAttention:
 
     layer: the layer's index in this pipeline stage, by which it finds its cache. source: the layer whose cache it
     reads, where that is another (`shared`). causal: tokens attend up to themselves, whatever the batch's `reach` has.
+    chunk: they attend to those of their chunk of so many tokens; 0: to all.
     """
 
-    def __init__(self, layer: int, params: AttentionParams, source: int | None = None, causal: bool = False):
-        self.layer, self.params, self.causal = layer, params, causal
+    def __init__(
+        self, layer: int, params: AttentionParams, source: int | None = None, causal: bool = False, chunk: int = 0
+    ):
+        self.layer, self.params, self.causal, self.chunk = layer, params, causal, chunk
         self.source = layer if source is None else source
 
     def __call__(
@@ -76,15 +81,21 @@ class PagedAttention:
             q.mul_(cos_sin.q_scale)
         if batch.replayed is not None:
             q = rope_and_store_kv(q, new, cache)
-            return batch.replayed.mix(q.shape[1], cache[1].shape[3], functools.partial(_attend, self.layer, params), q)
+            attend = functools.partial(_attend, self.layer, params, self.chunk)
+            return batch.replayed.mix(q.shape[1], cache[1].shape[3], attend, q)
+        keys, values, scales = KVCache(*cache)
         if batch.sampled is None or self.layer < len(batch.caches) - 1:
-            return store_and_attend(q, new, cache, batch, params)
+            rows = _rows(batch, self.chunk, keys)
+            if rows is batch or batch.query_len == 1:
+                return store_and_attend(q, new, cache, rows, params)
+            q = rope_and_store_kv(q, new, cache)  # before a sequence's tokens, as rows, read each other's keys
+            return paged_attention(q, keys, values, rows, params, scales)
         q = rope_and_store_kv(q, new, cache)
         h.keep(batch.sample_at)
         if len(batch.sample_at) == 0:
             return q[:0].flatten(1)
-        keys, values, scales = KVCache(*cache)
-        return paged_attention(q[batch.sample_at], keys, values, batch.sampled, params, scales)
+        rows = _rows(batch.sampled, self.chunk, keys)
+        return paged_attention(q[batch.sample_at], keys, values, rows, params, scales)
 
     def _seen(self, batch: Batch) -> Batch:
         return replace(batch, reach=None) if self.causal and batch.reach is not None else batch
@@ -96,7 +107,7 @@ class PagedAttention:
         batch = self._seen(batch.of_layer(self.source))
         q = apply_rotary(q, cos_sin)
         if batch.replayed is not None:
-            attend = functools.partial(_attend, self.source, self.params)
+            attend = functools.partial(_attend, self.source, self.params, 0)
             return batch.replayed.mix(q.shape[1], q.shape[2], attend, q)
         keys, values, scales = KVCache(*kv_tensors(batch.caches[self.source]))
         if batch.sampled is None or not last:
@@ -112,10 +123,14 @@ def kv_tensors(cache: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return cache[: 3 if len(cache) > 2 and cache[2].dtype == torch.uint8 else 2]
 
 
-def _attend(layer: int, params: AttentionParams, q: Tensor, batch: Batch, out: Tensor) -> None:
+def _rows(batch: Batch, chunk: int, keys: Tensor) -> AttentionMetadata:
+    return by_chunks(batch, chunk, keys.shape[1]) if chunk else batch
+
+
+def _attend(layer: int, params: AttentionParams, chunk: int, q: Tensor, batch: Batch, out: Tensor) -> None:
     batch = batch.of_layer(layer)
     keys, values, scales = KVCache(*kv_tensors(batch.caches[layer]))
-    paged_attention(q, keys, values, batch, params, scales, out)
+    paged_attention(q, keys, values, _rows(batch, chunk, keys), params, scales, out)
 
 
 class HeadGates(ColumnParallel):

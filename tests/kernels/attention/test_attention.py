@@ -54,7 +54,7 @@ def make_caches(rows, block_size, blocks, kv_heads, dim, dtype, window=0):
     return caches[0], caches[1]
 
 
-def plain(q, keys, values, rows, scores):
+def plain(q, keys, values, rows, scores, chunk=0):
     block_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
     out = torch.empty(q.shape, dtype=torch.float64)
     t = 0
@@ -62,6 +62,7 @@ def plain(q, keys, values, rows, scores):
         table = rows.block_tables[i].tolist()
         for p in range(length - count, length):
             first = max(0, p - scores.window + 1) if scores.window else 0
+            first = p // chunk * chunk if chunk else first
             end = p if rows.reach is None else int(rows.reach[t])
             seen = [(table[j // block_size], j % block_size) for j in range(first, end + 1)]
             for h in range(q.shape[1]):

@@ -17,6 +17,7 @@ GROUPS = {
     "few full layers": (CacheGroup(0, 3), CacheGroup(6)),
     "many full layers": (CacheGroup(), CacheGroup(6, 2)),
     "two windows": (CacheGroup(0, 2), CacheGroup(13), CacheGroup(5, 3)),
+    "chunks": (CacheGroup(), CacheGroup(8, 2, chunked=True)),
 }
 
 

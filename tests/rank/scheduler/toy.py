@@ -145,6 +145,8 @@ class ToyRanks:
         """The tokens that a group's layers may read, of which a window's first ones are hidden from the next token."""
         window = self.groups[group].window
         first = max(0, length - window - cache_groups.TILE + 1) if window else 0
+        if self.groups[group].chunked:
+            first = (length - 1) // window * window
         seen = [self.cache[self._cell(row, p, group)] for p in range(first, length)]
         assert -1 not in seen
         known = self.rows.tokens[row][first:length].tolist()

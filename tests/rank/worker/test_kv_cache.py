@@ -161,6 +161,15 @@ def test_layers_with_a_window_are_a_group_of_their_own():
     assert [group.window for group in two_windows.groups] == [0, 64, 16]
 
 
+def test_chunks_are_known_on_all_stages():
+    chunked = PagedKV(2, 8, 8, 64, chunked=True)
+    first, last = layouts([chunked, chunked, FULL], [FULL])
+    assert [(group.window, group.chunked) for group in first.groups] == [(0, False), (64, True)]
+    assert first.groups == last.groups
+    with pytest.raises(errors.FatalError, match="--block-size 24"):
+        chunked.block(24, torch.float32)
+
+
 def test_windows_that_cannot_be_a_group_free_nothing():
     (long,) = layouts([NARROW, FULL], longest=16 + cache_groups.TILE - 2)
     assert long.groups == ONE_GROUP, "no sequence is longer"
