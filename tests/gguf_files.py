@@ -74,6 +74,7 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss", "olmo3": "olmo2", "minimax_m2": "minimax-m2", "glm": "chatglm",
     "glm_moe_dsa": "glm-dsa", "ministral3": "mistral3",
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "llama4_text": "llama4",
 }  # fmt: skip
 LATENTS = "deepseek2", "glm-dsa"
 NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa"  # what becomes keys and values is in two tensors
@@ -161,6 +162,10 @@ def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: s
         gguf_delta_nets.metadata(writer, config)
     if architecture == "apertus":
         _xielu(writer, config, tensors)
+    if architecture == "llama4":
+        writer.add_feed_forward_length(config["intermediate_size_mlp"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     if architecture == "cohere2":
         writer.add_logit_scale(config["logit_scale"])
     if architecture in LATENTS:
@@ -242,6 +247,8 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any], together: bool 
         tensors = dict(one for name, x in tensors.items() for one in _of_gpt_oss(name, x))
     if config["model_type"] == "granitemoe":
         tensors = dict(one for name, x in tensors.items() for one in _of_granite(name, x))
+    if config["model_type"] == "llama4_text":
+        tensors = dict(one for name, x in tensors.items() for one in _of_llama4(name, x))
     if config["model_type"] in NEWER_LATENTS:
         tensors = dict(one for name, x in tensors.items() for one in _of_latents(name, x, config))
     if config["model_type"] == "glm" and config["attention_bias"]:
@@ -295,6 +302,14 @@ def _of_granite(name: str, x: Tensor) -> list[tuple[str, Tensor]]:
         parts = zip(("gate_proj", "up_proj"), x.chunk(2, 1), strict=True)
         return [(f"{stem}{part}.weight", one.contiguous()) for part, one in parts]
     return [(f"{stem}down_proj.weight" if name.endswith("output_linear.weight") else name, x)]
+
+
+def _of_llama4(name: str, x: Tensor) -> list[tuple[str, Tensor]]:
+    """Its own have gate and up together, inputs before outputs."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return [(name, x)]
+    parts = zip(("gate", "up"), x.chunk(2, -1), strict=True) if "gate_up" in name else [("down", x)]
+    return [(f"{name.rpartition('.')[0]}.{part}_proj.weight", one.mT.contiguous()) for part, one in parts]
 
 
 def _of_latents(name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:

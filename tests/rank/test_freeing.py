@@ -32,7 +32,8 @@ def tokens(path, ranks=1, **options):
         return found, engine.rest(), engine.ready.kv_tokens
 
 
-@pytest.mark.parametrize("name", ["mistral", "ministral"])  # all layers with a window, and every other one
+# All layers with a window, every other one, and three of four with chunks
+@pytest.mark.parametrize("name", ["mistral", "ministral", "llama4_text"])
 def test_tokens_do_not_depend_on_what_is_freed(tmp_path, monkeypatch, name):
     path = write(tmp_path / "model", **MODELS[name] | SIZES)
     monkeypatch.setenv("FREES", "never")

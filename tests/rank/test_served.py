@@ -53,7 +53,7 @@ SHORT_MODELS = {"llama", "gemma2", "deepseek_v3", "gpt_oss", "qwen3_next", "gran
 # One of each kind of cache, position and layer.
 KINDS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
-    "lfm2", "granitemoehybrid", "kimi_linear",
+    "lfm2", "granitemoehybrid", "kimi_linear", "llama4_text",
 }  # fmt: skip
 # Three ranks give as many tokens of them and by two stages as by one rank.
 PROBES = {"qwen2", "gemma2", "phi3", "granite"}

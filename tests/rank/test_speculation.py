@@ -32,6 +32,7 @@ MIXERS = {
     "entries of windows": "deepseek_v4",
     "windows": "gemma3_text",
     "sinks": "gpt_oss",
+    "chunks": "llama4_text",
     "experts": "qwen3_moe",
     "gated delta nets": "qwen3_next",
     "Kimi delta attention": "kimi_linear",

@@ -44,6 +44,24 @@ class RMSNorm(ShardedModule):
         return self.norm(x)
 
 
+class Ones(ShardedModule):
+    """Ones that no checkpoint has, as a norm without a weight needs them: captured steps read them where they are."""
+
+    fields = ()
+
+    def __init__(self, *shape: int, dtype: torch.dtype | None = None):
+        """dtype: None for the model's."""
+        super().__init__()
+        self.outputs, self.dtype = (), dtype
+        self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype or dtype
+
+    def finish(self) -> None:
+        self.weight.data.fill_(1)
+
+
 class LayerNorm(ShardedModule):
     """The layer norm over the last axis."""
 

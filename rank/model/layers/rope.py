@@ -69,7 +69,7 @@ class RotaryEmbedding(nn.Module):
         max_position_embeddings. Raises FatalError for parameters that are not supported."""
         super().__init__()
         kind = parameters["rope_type"]
-        if kind not in KINDS and parameters != NONE:
+        if kind not in KINDS and kind != NONE["rope_type"]:
             raise FatalError(f"rope type {kind!r} is not supported; supported are {', '.join(KINDS)}", MODEL)
         head_dim = parameters.get("head_dim", head_dim)  # a layer's, where layers differ
         rotated = 1.0 if kind == "proportional" else parameters.get("partial_rotary_factor", 1.0)
@@ -210,7 +210,7 @@ def _axes(p: Parameters, dim: int) -> Tensor | None:
     """M-RoPE (Qwen2-VL, arXiv 2409.12191): positions in time, height and width, each of which rotates as many
     frequencies as its section has; one section after the other, or interleaved (Qwen3-VL)."""
     half = dim // 2
-    if p == NONE:
+    if p["rope_type"] == NONE["rope_type"]:
         return torch.zeros(dim, dtype=torch.int64)
     if not (sections := p.get("mrope_section")):
         return None
@@ -226,12 +226,13 @@ def _axes(p: Parameters, dim: int) -> Tensor | None:
 
 def _temperature(p: Parameters, length: int) -> Tensor | None:
     """Llama 4's attention temperature: factors on queries, [length, 1], that grow with the logarithm of how many
-    times the original context a position is away from the first. None: all are 1.
+    times the original context a position is away from the first, or from temperature_start. None: all are 1.
     """
     beta, original = p.get("llama_4_scaling_beta"), p.get("original_max_position_embeddings")
-    if not beta or not original or length <= original:
+    away = torch.arange(length) - p.get("temperature_start", 0)
+    if not beta or not original or away[-1] < original:
         return None
-    return (1 + beta * torch.log1p(torch.arange(length) // original))[:, None]
+    return (1 + beta * torch.log1p(away // original))[:, None]
 
 
 def _wavelengths(base: float | Tensor, dim: int) -> Tensor:

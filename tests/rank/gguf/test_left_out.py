@@ -40,7 +40,8 @@ KEYS = {
     "dots1": EXPERTS | {"expert_shared_count": 1}, "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "olmoe": EXPERTS,
     "gemma2": WINDOW, "gemma3": WINDOW,
     "glm4moe": EXPERTS, "glm_dsa": EXPERTS | LATENT | INDEXER,
-    "gpt_oss": EXPERTS | WINDOW, "granite": SCALES, "minimax_m2": EXPERTS, "qwen2moe": SHARED,
+    "gpt_oss": EXPERTS | WINDOW, "granite": SCALES, "minimax_m2": EXPERTS,
+    "llama4": EXPERTS | {"expert_used_count": 1, "interleave_moe_layer_step": 2}, "qwen2moe": SHARED,
     "qwen3moe": EXPERTS, "qwen3next": NETS | SHARED, "qwen35": NETS, "qwen35moe": NETS | SHARED,
 }  # fmt: skip
 
@@ -82,6 +83,10 @@ LEFT_OUT = {
     "granite": ("granite", {}),
     "granitemoe": ("granitemoe", {}),
     "llama": ("llama", {}),
+    "llama4": ("llama4_text", dict(
+        moe_layers=None, no_rope_layers=[], no_rope_layer_interval=4, layer_types=[], use_sliding_window=False,
+        sliding_window=None, attention_chunk_size=8192, attn_temperature_tuning=True, floor_scale=8192, attn_scale=0.1,
+    )),
     "minimax_m2": ("minimax_m2", dict(
         rotary_dim=None, scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0, use_qk_norm=True,
         qk_norm_type="per_layer", attn_type_list=[],
@@ -114,7 +119,7 @@ WINDOWS = {
     "cohere2": [9, 9, 9, 0, 9, 9], "exaone4": [9, 9, 9, 0, 9, 9], "gemma2": [9, 0] * 3,
     "gemma3": [9, 9, 9, 9, 9, 0], "gpt_oss": [9, 0] * 3,
 }  # fmt: skip
-UNROTATED = {"cohere2": [3], "exaone4": [3], "smollm3": [3], "starcoder": [0, 1, 2, 3, 4, 5]}  # layers
+UNROTATED = {"cohere2": [3], "exaone4": [3], "llama4": [3], "smollm3": [3], "starcoder": [0, 1, 2, 3, 4, 5]}  # layers
 
 
 @pytest.fixture

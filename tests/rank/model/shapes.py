@@ -447,6 +447,29 @@ MODELS = {
         model_type="smollm3", use_sliding_window=True, sliding_window=11, no_rope_layers=[0, 1, 1, 0],
         attention_bias=True, mlp_bias=True, rope_parameters=dict(rope_type="default", rope_theta=1e3),
     ),
+    "llama4_text": dict(
+        model_type="llama4_text", head_dim=16, attention_chunk_size=16, floor_scale=8, attn_scale=0.5,
+        interleave_moe_layer_step=2, num_local_experts=6, intermediate_size=20, intermediate_size_mlp=100,
+        rope_parameters=dict(
+            rope_type="llama3", rope_theta=5e5, factor=16.0, high_freq_factor=1.0, low_freq_factor=1.0,
+            original_max_position_embeddings=16,
+        ),
+    ),
+    "llama4_text of experts": dict(
+        model_type="llama4_text", head_dim=16, attention_chunk_size=32, no_rope_layers=[0, 1, 1, 0],
+        num_local_experts=5, intermediate_size=20, use_qk_norm=False, attn_temperature_tuning=False,
+        attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True,
+    ),
+    "llama4": dict(
+        model_type="llama4", tie_word_embeddings=False, image_token_index=500,
+        text_config=dict(
+            model_type="llama4_text", head_dim=16, attention_chunk_size=16, floor_scale=8, moe_layers=[1, 3],
+            num_local_experts=6, intermediate_size=20, intermediate_size_mlp=100,
+        ),
+        vision_config=dict(
+            model_type="llama4_vision_model", vision_output_dim=64, projector_input_dim=32, projector_output_dim=32,
+        ),
+    ),
     "stablelm": dict(model_type="stablelm", num_attention_heads=6, num_key_value_heads=6, use_qkv_bias=True),
     "stablelm parallel": dict(
         model_type="stablelm", num_attention_heads=6, num_key_value_heads=1, use_parallel_residual=True,

@@ -22,6 +22,7 @@ SIZES |= {"linear_head_dim", "mamba_n_heads", "mamba_d_head", "mamba_d_ssm"}
 OF_LAYERS = {"layer_types", "max_window_layers", "no_rope_layers", "sliding_window_pattern", "rope_parameters"}
 OF_LAYERS |= {
     "full_attn_idxs",
+    "moe_layers",
     "moe_layer_end_index",
     "hybrid_override_pattern",
     "mlp_layer_types",
@@ -44,10 +45,11 @@ def meaning(directory, config):
     args = architectures.find(found.model_type).Args.from_config(found)
     ropes = [{"partial_rotary_factor": 1.0} | args.rope(i) for i in range(args.num_hidden_layers)]
     sparse = getattr(args, "sparse", lambda index: None)  # whether a layer has experts
+    chunk = getattr(args, "chunk", lambda index: 0)
     layers = [(args.attention_params(i), rope) for i, rope in enumerate(ropes)]
     names = {field.name for field in dataclasses.fields(args)} - SIZES - OF_LAYERS - NUMBERS - {"sliding_window"}
     indexed = getattr(args, "has_indexer", lambda index: None)
-    kinds = [(sparse(i), indexed(i)) for i in range(len(layers))]
+    kinds = [(sparse(i), indexed(i), chunk(i)) for i in range(len(layers))]
     return {name: getattr(args, name) for name in names} | {"layers": layers, "kinds": kinds}
 
 
@@ -136,4 +138,4 @@ def test_which_layers_share_an_indexer(tmp_path, keys):
     given |= keys | {"num_hidden_layers": 8, "mlp_layer_types": ["sparse"] * 8}
     full = transformers.AutoConfig.for_model(**given).to_dict()
     kinds = meaning(tmp_path, given)["kinds"]
-    assert kinds == meaning(tmp_path, full)["kinds"] and {indexed for _, indexed in kinds} == {True, False}
+    assert kinds == meaning(tmp_path, full)["kinds"] and {indexed for _, indexed, _ in kinds} == {True, False}

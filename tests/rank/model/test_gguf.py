@@ -42,6 +42,9 @@ MODELS = {
     "ministral3": MODELS["ministral3"] | dict(max_position_embeddings=256),
     "gpt_oss few keys": MODELS["gpt_oss few keys"] | dict(layer_types=["sliding_attention", "full_attention"] * 2),
     "dots1": MODELS["dots1"] | dict(sliding_window=None),
+    "llama4_text": MODELS["llama4_text"] | dict(
+        attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1, rope_parameters=dict(rope_theta=1e4),
+    ),
     "exaone4": MODELS["exaone4"] | dict(sliding_window_pattern=4),
     "apertus": dict(model_type="apertus", rope_parameters=dict(rope_type="default", rope_theta=1e4)),
 } | {

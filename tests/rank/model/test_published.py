@@ -70,7 +70,7 @@ def test_distillations_of_deepseek_r1(tmp_path, size, model_type, theta, biases)
 @pytest.mark.parametrize(
     "model_type",
     [
-        "llama4", "phimoe", "phi4mm", "gemma3n",
+        "kimi_k3", "phimoe", "phi4mm", "gemma3n",
         "paligemma", "cohere", "mamba", "gpt2", None,
     ],
 )  # fmt: skip

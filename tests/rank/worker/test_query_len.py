@@ -45,6 +45,7 @@ NAMES = [
     "falcon_h1",
     "lfm2",
     "kimi_linear",
+    "llama4_text",
 ]
 REPLAYED = set(NAMES) - {
     "deepseek_v2",

@@ -70,6 +70,9 @@ OTHERS = {
         "head_dim": 16, "num_experts": 8, "num_experts_per_token": 2, "layer_group_size": 2, "q_lora_rank": None,
     },
     "qwen": {"intermediate_size": 1000},
+    **dict.fromkeys(("llama4", "llama4_text"), {
+        "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 500,
+    }),
     **dict.fromkeys(("step3p5", "step3p7"), {"share_expert_dim": 101}),
     "hy_v3": {"num_shared_experts": 1},
     "deepseek_v4": {

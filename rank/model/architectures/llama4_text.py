@@ -1,0 +1,122 @@
+"""Llama 4, text (Meta 2025): layers that rotate and attend within chunks of tokens, to each a layer of full attention
+without positions, and experts, one for each token and one that all visit, in all layers or some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ....comm.mesh import Mesh
+from ....kernels.attention.attention import AttentionParams
+from ....kernels.moe.router import RouterParams
+from ....kernels.rope.rope import CosSin, QKNorm
+from .. import base
+from ..base import Count
+from ..batch import Batch
+from ..cache_spec import PagedKV
+from ..config import FULL
+from ..experts.fused import ExpertLayout
+from ..layers.attention import PagedAttention, layer_type
+from ..layers.mlp import GatedMLP
+from ..layers.moe import MoE
+from ..layers.norm import Ones
+from ..layers.residual import Normed, Partial
+from ..layers.rope import NONE, Parameters
+from . import llama, smollm3
+
+CONFIG = {"defaults": {"head_dim": 128, "rope_theta": 500000.0}}
+CHUNKED = "chunked_attention"  # a layer's type in config.json's layer_types
+CAPTURED = 512  # tokens: no captured step has more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(smollm3.Args):
+    intermediate_size_mlp: int = 16384  # of layers without experts
+    num_local_experts: Count = 16
+    num_experts_per_tok: int = 1
+    interleave_moe_layer_step: Count = 1
+    moe_layers: list[int] | None = None
+    use_qk_norm: bool = True
+    attention_chunk_size: Count | None = 8192
+    attn_temperature_tuning: bool | int = True
+    floor_scale: Count = 8192
+    attn_scale: float = 0.1
+    tie_word_embeddings: bool = False
+    rms_norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base.expect("num_experts_per_tok", self.num_experts_per_tok, 1)
+
+    def chunk(self, index: int) -> int:
+        """Tokens of a layer's chunks; 0: it attends to all."""
+        kind = layer_type(self.layer_types, index, CHUNKED if self.rotates(index) else FULL, (FULL, CHUNKED))
+        return self.attention_chunk_size or 0 if kind == CHUNKED else 0
+
+    def attention_params(self, index: int) -> AttentionParams:
+        return AttentionParams(scale=self.head_dim**-0.5)
+
+    def rope(self, index: int) -> Parameters:
+        if self.rotates(index):
+            return self.rope_parameters | {"interleaved": True}
+        if not self.attn_temperature_tuning:
+            return NONE
+        scaling = {"llama_4_scaling_beta": self.attn_scale, "original_max_position_embeddings": self.floor_scale}
+        return NONE | scaling | {"temperature_start": -1}
+
+    def sparse(self, index: int) -> bool:
+        if self.moe_layers is not None:
+            return index in self.moe_layers
+        return (index + 1) % self.interleave_moe_layer_step == 0
+
+
+class Attention(llama.Attention):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        self.attention = PagedAttention(local, args.attention_params(index), chunk=args.chunk(index))
+        self.eps = args.rms_norm_eps
+        self.norm = Ones(args.head_dim) if args.use_qk_norm and args.rotates(index) else None
+
+    def cache_spec(self) -> PagedKV:
+        chunk = self.attention.chunk
+        return super().cache_spec()._replace(window=chunk, chunked=chunk > 0)
+
+    def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        """With a norm before the rotation: without a weight it is the same as behind it."""
+        q, k, v = self.qkv_proj.split(self.qkv_proj(h))
+        norms = None if self.norm is None else QKNorm(self.norm.weight, self.norm.weight, self.eps)
+        return self.o_proj(self.attention(h, q, k, v, cos_sin, batch, norms))
+
+
+class Experts(MoE):
+    """An expert of each token reads it times its weight, and one that all tokens visit reads it as it is."""
+
+    def __init__(self, args: Args, mesh: Mesh):
+        hidden, inner, params = args.hidden_size, args.intermediate_size, RouterParams(1, "sigmoid", normalise=False)
+        super().__init__(hidden, inner, args.num_local_experts, params, mesh, args.hidden_act, ExpertLayout("eio"))
+        self.shared_expert = GatedMLP(hidden, inner, mesh, args.hidden_act)
+        self.ones = Ones(CAPTURED, 1, dtype=torch.float32)
+
+    def forward(self, h: Normed) -> Partial:  # type: ignore[override]
+        x = h.tensor()
+        ids, weights = self.gate(x)
+        scaled = x.clone(memory_format=torch.contiguous_format).mul_(weights)
+        ones = self.ones.weight[: len(x)] if len(x) <= CAPTURED else torch.ones_like(weights)
+        return self.experts(scaled, ids, ones) + self.shared_expert(x)
+
+
+class Layer(llama.Layer):
+    ATTENTION = Attention
+
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        if args.sparse(index):
+            self.mlp = Experts(args, mesh)
+        else:
+            self.mlp = GatedMLP(args.hidden_size, args.intermediate_size_mlp, mesh, args.hidden_act)
+
+
+class Model(base.Model):
+    LAYER = Layer
+    RENAMED = {".feed_forward.": ".mlp.", ".mlp.router.": ".mlp.gate."}
