@@ -264,8 +264,9 @@ class Model(nn.Module):
     layer_offload: LayerOffload | None = None  # this stage's layers in host memory
     dtype: torch.dtype
     weight_bytes: int  # on this rank
-    # The layers before which the residual stream is kept for a draft model (rank/model/drafts/eagle3.py); the number of
-    # all layers stands for the end. `forward` has what it keeps side by side behind the residual stream itself.
+    # The layers before which the residual stream is kept for a draft model (rank/model/drafts/eagle3.py), in order; the
+    # number of all layers stands for the end. `forward` has what it and earlier stages keep side by side behind the
+    # residual stream itself.
     aux_layers: tuple[int, ...] = ()
     # The token that images' features stand for, and how images move positions; in models that take images alone.
     image_token = -1
@@ -297,8 +298,14 @@ class Model(nn.Module):
 
     @property
     def stream_size(self) -> int:
-        """Elements of a token that a stage passes on."""
+        """Elements of a token's residual stream."""
         return self.hidden_size
+
+    @property
+    def received_size(self) -> int:
+        """Elements of a token that the stage before passes on: its residual stream, and what stages have kept of it."""
+        first = min(map(int, self.model.layers))
+        return self.stream_size + self.hidden_size * sum(layer < first for layer in self.aux_layers)
 
     @staticmethod
     def _is_tied(args: Args, names: Container[str]) -> bool:
@@ -326,17 +333,20 @@ class Model(nn.Module):
 
         hidden: the output of the previous stage, None on the first stage. It may be overwritten.
         """
+        kept: list[list[Tensor]] = [[] for _ in batches]
         if self.model.embed_tokens is not None:
             embedded = [self.model.embed(batch) for batch in batches]
         else:
             assert hidden is not None
             embedded = list(hidden.split([len(batch.ids) for batch in batches]))
+            if self.aux_layers:
+                kept = [[x[:, self.stream_size :]] for x in embedded]
+                embedded = [x[:, : self.stream_size].contiguous() for x in embedded]
         streams = [self.STREAM(x) for x in embedded]
         if self.layer_offload is not None:
             self.layer_offload.begin(len(batches))
         if self.offload is not None:
             self.offload.begin(batches)
-        kept: list[list[Tensor]] = [[] for _ in streams]
         runs = [self._run(*of) for of in zip(streams, batches, kept, strict=True)]
         if len(runs) == 1:
             for _ in runs[0]:
@@ -360,7 +370,8 @@ class Model(nn.Module):
                     return
                 yield normed
             self._add_deeper(int(index), stream, batch)
-        self._keep_aux(len(self.model.layers), stream, kept)
+        if self.model.norm is not None:  # the last stage: elsewhere it is the next one's first layer
+            self._keep_aux(int(index) + 1, stream, kept)
 
     @staticmethod
     def _add_deeper(layer: int, stream: ResidualStream, batch: Batch) -> None:

@@ -404,7 +404,7 @@ class ModelRunner:
         pipe = self.mesh.pipe
         hidden = None
         if not self.mesh.first:
-            shape = int(scheduled.counts.sum()), self.model.stream_size
+            shape = int(scheduled.counts.sum()), self.model.received_size
             hidden = torch.empty(shape, dtype=self.model.dtype, device=self.device)
             pipe.recv(hidden, pipe.rank - 1)
         hidden = self.model.forward(batches, hidden)

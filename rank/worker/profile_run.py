@@ -64,7 +64,7 @@ def profile_run(
     torch.cuda.reset_peak_memory_stats(device)
     hidden = None
     if not mesh.first:
-        hidden = torch.zeros(tokens, model.stream_size, dtype=model.dtype, device=device)
+        hidden = torch.zeros(tokens, model.received_size, dtype=model.dtype, device=device)
     tower = largest_image(model, device)
     next(tower, None)  # steps go on while the tower has begun with an image
     upload = Upload(device)
@@ -88,7 +88,7 @@ def profile_run(
     if mesh.last:  # this stage's last layer computes sampled rows only
         others += [last_token_only(model, longest, block_size, upload, kept) for longest in (2, model.max_model_len)]
     for batch in others:
-        model.forward([batch], hidden.new_zeros(len(batch.ids), model.stream_size))
+        model.forward([batch], hidden.new_zeros(len(batch.ids), model.received_size))
     for _ in tower:
         pass
     torch.cuda.synchronize()
@@ -160,7 +160,7 @@ def step_seconds(
     for _ in range(TIMED):
         hidden = None
         if not mesh.first:
-            hidden = torch.zeros(tokens, model.stream_size, dtype=model.dtype, device=device)
+            hidden = torch.zeros(tokens, model.received_size, dtype=model.dtype, device=device)
         started = time.perf_counter()
         model.forward(batches, hidden)
         if device.type == "cuda":

@@ -127,7 +127,7 @@ def forward(model: Model, grid: mesh.Mesh, batch: Batch) -> Tensor | None:
     """One step through all stages; the whole vocabulary's logits on the last stage."""
     hidden = None
     if not grid.first:
-        hidden = torch.empty(len(batch.ids), model.stream_size, dtype=model.dtype)
+        hidden = torch.empty(len(batch.ids), model.received_size, dtype=model.dtype)
         grid.pipe.recv(hidden, grid.pipe.rank - 1)
     hidden = model([batch], hidden)
     if not grid.last:

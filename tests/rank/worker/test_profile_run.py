@@ -206,7 +206,7 @@ class Attention(torch.nn.Module):
     def __init__(self, monkeypatch, longest, dtype, dim, window, stages=1):
         super().__init__()
         paged = pytest.importorskip("phalanx.kernels.attention.attention_triton", exc_type=ImportError)
-        self.max_model_len, self.dtype, self.stream_size = longest, dtype, 8
+        self.max_model_len, self.dtype, self.received_size = longest, dtype, 8
         self.dim, self.scores = dim, AttentionParams(0.1, window)
         self.asked = set()
         for name in ("decode_kernel", "prefill_kernel"):
@@ -296,7 +296,7 @@ def test_the_start_runs_all_small_steps(first, last, monkeypatch):
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
     ran, one = [], indexed(100, 32)
-    one.stream_size, one.vocab_size = 8, 11
+    one.received_size, one.vocab_size = 8, 11
     one.logits = lambda rows: torch.zeros(len(rows), 11)
     one.vision = Mock()
     one.vision.pieces = lambda pixels: (ran.append(("tower", *pixels.shape)) for _ in range(3))
