@@ -8,11 +8,19 @@ Rank 0 is in the *last* pipeline stage, so scheduling, sampling and text stay to
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, cast
 
 from .base import Comm, HostComm
 
 BackendFactory = Callable[[Comm], Comm]
+
+
+class GroupRank(NamedTuple):
+    """A rank's place in a group: all that building a model asks of a communicator."""
+
+    rank: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,12 @@ class Mesh:
     @property
     def last(self) -> bool:
         return self.pipe.rank == self.pipe.size - 1
+
+    @property
+    def of_one_stage(self) -> Mesh:
+        """The mesh of a model that is whole on this stage."""
+        alone = cast(Comm, GroupRank(0, 1))
+        return replace(self, pipe=alone, feedback=alone)
 
 
 def build(

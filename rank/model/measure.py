@@ -17,13 +17,13 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
 
 from ...comm.base import HostComm
-from ...comm.mesh import Mesh
+from ...comm.mesh import GroupRank, Mesh
 from ...errors import FatalError
 from ...kernels.cpp import compiler
 from ...kernels.gemm.linear import PACK_FROM
@@ -52,13 +52,6 @@ from .weights.slicing import ShardedModule
 IMAGE = 1024, 1024  # height and width of the image by which plans are told
 POSITIONS = 1  # of the rotary tables, which are computed
 BLOCK = 16  # tokens of a block by default; entries of windows are not in proportion to them
-
-
-class GroupRank(NamedTuple):
-    """A rank's place in a group: all that building a model asks of a communicator."""
-
-    rank: int
-    size: int
 
 
 def measure(question: dict[str, Any]) -> dict[str, Any]:

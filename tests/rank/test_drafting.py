@@ -124,7 +124,7 @@ def drafted(path, options, tp, pp, budget):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name, tp, pp", [
     ("qwen3", 1, 1), ("qwen3", 2, 1), ("deepseek_v3", 1, 2), ("qwen3_5_moe_text", 1, 1), ("eagle3", 2, 1),
-    ("draft", 1, 1),
+    ("eagle3", 1, 2), ("draft", 1, 1), ("draft", 1, 2),
 ])  # fmt: skip
 def test_drafts_come_with_each_steps_tokens(made, name, tp, pp):
     """Prompts in chunks beside others that decode, replayed steps and eager ones, and blocks of earlier requests."""
@@ -144,7 +144,7 @@ def test_drafts_come_with_each_steps_tokens(made, name, tp, pp):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name, how", [
     ("qwen3", dict(sequences=12, blocks=60)), ("eagle3", {}), ("draft", {}),
-    pytest.param("deepseek_v3", dict(tp=2), marks=pytest.mark.long),
+    ("draft", dict(pp=2)), ("eagle3", dict(pp=2)), pytest.param("deepseek_v3", dict(tp=2), marks=pytest.mark.long),
 ])  # fmt: skip
 def test_random_requests_get_the_same_tokens(made, name, how):
     """A model of random weights drafts, with all fields, grammars, aborts and preemptions."""
@@ -160,6 +160,7 @@ def test_random_requests_get_the_same_tokens(made, name, how):
     ("qwen3", dict(sequences=12, blocks=60, tp=2)), ("deepseek_v3", {}), ("qwen3_5_moe_text", {}),
     ("qwen3", dict(sequences=12, blocks=60, pp=2)), ("deepseek_v3", dict(tp=2, pp=2)),
     ("qwen3_5_moe_text", dict(pp=2)), ("eagle3", dict(tp=2)), ("draft", dict(sequences=12, blocks=60)),
+    ("eagle3", dict(tp=2, pp=2)), ("draft", dict(sequences=12, blocks=60, pp=2)), ("draft", dict(tp=2, pp=2)),
 ])  # fmt: skip
 def test_many_requests_get_the_same_tokens(made, name, how):
     path, options = made(name)
@@ -211,9 +212,11 @@ def test_a_head_that_has_missed_tokens_reads_some_before_it_drafts():
     assert rested < always - 0.1 and followed > rested + 0.1 and followed > always - 0.1
 
 
-@pytest.mark.parametrize("tp, pp", [(1, 1), *(pytest.param(tp, 2, marks=pytest.mark.long) for tp in (1, 2))])
-def test_the_built_in_models_head_is_often_right(tp, pp):
-    """The texts are the same, in far fewer steps."""
+@pytest.mark.parametrize("kind, tp, pp", [
+    ("mtp", 1, 1), *(pytest.param(*way, 2, marks=pytest.mark.long) for way in (("mtp", 1), ("mtp", 2), ("draft", 1))),
+])  # fmt: skip
+def test_the_built_in_models_drafts_are_often_right(kind, tp, pp):
+    """Its head drafts, or the model itself: the texts are the same, in far fewer steps."""
     prompts = heldout_prompts(20, 1)[:4]
     found = []
 
@@ -222,10 +225,13 @@ def test_the_built_in_models_head_is_often_right(tp, pp):
         place = RankContext(
             world, ["here"] * world.size, mesh.build(world, tp, pp), torch.device("cpu"), LocalWatchdog(world.rank)
         )
-        options = Options(model=str(DIRECTORY), dtype="f32", max_num_seqs=4, max_model_len=512, mem=64, speculate="mtp")
+        options = Options(
+            model=str(DIRECTORY), dtype="f32", max_num_seqs=4, max_model_len=512, mem=64, speculate=kind,
+            draft_model=str(DIRECTORY) if kind == "draft" else "",
+        )  # fmt: skip
         engine = Engine(options, place)
         limits = engine.load()
-        assert limits.draft_model == "mtp"
+        assert limits.draft_model == kind
         if tp * pp == 1:
             assert [query_len for n, query_len, _ in limits.step_times if n == 1] == [*limits.query_lens]
             assert all(seconds > 0 for *_, seconds in limits.step_times)
@@ -254,5 +260,5 @@ def test_the_built_in_models_head_is_often_right(tp, pp):
     threads.run(rank, tp * pp)
     (plain, steps, _), (texts, fewer, speculation) = found
     assert texts == plain and fewer < 0.8 * steps
-    drafts, _, *accepted = speculation.counts["mtp"].listed()
-    assert drafts > 30 and accepted[0] > 0.5 * drafts
+    drafts, _, *accepted = speculation.counts[kind].listed()
+    assert drafts > 30 and accepted[0] > (0.5 if kind == "mtp" else 0.95) * drafts

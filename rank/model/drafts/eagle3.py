@@ -21,7 +21,6 @@ from .. import base
 from ..architectures import llama
 from ..batch import Batch
 from ..config import Config
-from ..formats import ChooseFormat, dense
 from ..layers.embedding import ParallelLMHead
 from ..layers.linear import ColumnParallel, QKVParallel
 from ..layers.mlp import GatedMLP
@@ -32,6 +31,7 @@ from ..load import Classes
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
 from . import MOST
+from .part import Part
 
 READ = 3  # hidden states of the target at each position
 
@@ -84,28 +84,12 @@ class Layer(base.Layer):
         return stream.read()
 
 
-class Head(base.Model):
+class Head(Part):
     FOLLOWS: ClassVar[bool] = True
     LAYER = Layer
     most = MOST
 
-    def __init__(
-        self,
-        args: Args,
-        mesh: Mesh,
-        max_model_len: int,
-        names: Collection[str] = (),
-        format_of: ChooseFormat = dense,
-        table_of: ChooseFormat = dense,
-    ):
-        nn.Module.__init__(self)
-        self.hidden_size, self.max_model_len, self.tensor, self.tied = (
-            args.hidden_size,
-            max_model_len,
-            mesh.tensor,
-            False,
-        )
-        self.vision = None
+    def make(self, args: Any, mesh: Mesh, names: Collection[str]) -> None:
         self.vocab_size = args.draft_vocab_size or args.vocab_size
         self.fc = ColumnParallel(
             whole(READ * (args.target_hidden_size or args.hidden_size)), (whole(args.hidden_size),), False
@@ -113,12 +97,11 @@ class Head(base.Model):
         self.model = base.Decoder(args, mesh, Layer)
         if "model.embed_tokens.weight" not in names:
             self.model.embed_tokens = None  # the target's
-        self.rope = RotaryEmbeddings([args.rope(0)], args.head_dim, args.max_position_embeddings, max_model_len)
+        self.rope = RotaryEmbeddings([args.rope(0)], args.head_dim, args.max_position_embeddings, self.max_model_len)
         own = not names or "lm_head.weight" in names
         self.lm_head = ParallelLMHead(self.vocab_size, args.hidden_size, mesh) if own else None
         self.offsets = Vocabulary(self.vocab_size) if "offsets.weight" in names else None
         self.vocabulary: Tensor | None = None
-        self._build(names, format_of, table_of)
 
     @classmethod
     def rename(cls, name: str) -> str:
@@ -131,10 +114,10 @@ class Head(base.Model):
     def spelled(cls, name: str) -> str:
         return "d2t" if name == "offsets.weight" else name
 
-    def join(self, target: base.Model, layers: tuple[int, ...]) -> None:
-        """Read this model's hidden states from now on, before these of its layers; and what the head has not of its
+    def join(self, target: base.Model) -> None:
+        """Read this model's hidden states from now on, those before its `aux_layers`; and what the head has not of its
         own is the model's."""
-        target.aux_layers, self._skip = layers, target.hidden_size
+        self._skip = target.hidden_size
         embedding, head = self.model.embed_tokens or target.model.embed_tokens, self.lm_head or target.lm_head
         assert embedding is not None and head is not None
         self._embed, self._whole_head = embedding.forward, head.forward

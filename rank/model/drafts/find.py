@@ -13,8 +13,8 @@ from ....comm.mesh import Mesh
 from ....errors import USAGE, FatalError
 from ..base import Model
 from ..config import read_config
-from ..load import load
-from . import DraftSource, eagle3, language_model, mtp
+from ..load import ChooseClasses, load
+from . import DraftSource, eagle3, language_model, mtp, part
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -23,6 +23,7 @@ LOG_TEXTS = {
     "mtp": "the checkpoint's head for multi-token prediction", "eagle3": "the EAGLE-3 head in {}",
     "draft": "the model in {}",
 }  # fmt: skip
+CHOOSE = {"mtp": mtp.choose, "eagle3": eagle3.choose, "draft": language_model.choose}
 
 
 def is_eagle3(path: str | Path) -> bool:
@@ -67,30 +68,33 @@ def find(
     kind = kind_of(wanted, device)
     if not kind:
         return None
-    if kind != "mtp" and mesh.stages > 1:
-        raise FatalError(
-            f"--draft-model with --pp {mesh.stages} is not supported: use --tp alone, or --speculate ngram, or mtp "
-            "where the checkpoint has a head",
-            USAGE,
-        )
     draft = path if kind == "mtp" else Path(wanted.draft_model)
     config = read_config(draft)
-    isq = wanted.isq if kind == "mtp" or not config.quantization else "none"
-    choose = {"mtp": mtp.choose, "eagle3": eagle3.choose, "draft": language_model.choose}[kind]
     if kind == "draft" and mesh.world.rank == 0:
         language_model.check_tokenizers(path, draft)
-    model = load(
-        draft, mesh, device, wanted.dtype, target.max_model_len, wanted.load_format, wanted.way, progress, room, None,
-        isq, wanted.quantization if kind == "mtp" else "auto", draft=choose, images=False,
-    )  # fmt: skip
+
+    def read(source: Path, choose: ChooseClasses, left: int | None) -> Model:
+        """On the last stage; elsewhere a model without modules."""
+        isq = wanted.isq if source == path or not read_config(source).quantization else "none"
+        of = mesh.of_one_stage, device, wanted.dtype, target.max_model_len, wanted.load_format, wanted.way, progress
+        return load(
+            source, *of, left, None, isq, wanted.quantization if source == path else "auto", images=False,
+            draft=choose if mesh.last else lambda *names: part.emptied(choose(*names)),
+        )  # fmt: skip
+
+    model, used = read(draft, CHOOSE[kind], room), 0
+    lacks = mesh.last and kind != "draft" and model.model.embed_tokens is target.model.embed_tokens is None
+    if int(mesh.world.all_reduce(torch.tensor([int(lacks)]))):  # the first stage has it
+        table = read(path, part.choose_table, None if room is None else room - model.weight_bytes)
+        model.model.embed_tokens, used = table.model.embed_tokens, table.weight_bytes
     if mesh.world.rank == 0:
-        log.info("%s drafts tokens: %.0f MB on this rank", LOG_TEXTS[kind].format(draft), model.weight_bytes / 1e6)
+        megabytes = (model.weight_bytes + used) / 1e6
+        log.info("%s drafts tokens: %.0f MB on this rank", LOG_TEXTS[kind].format(draft), megabytes)
+    if kind == "eagle3":
+        target.aux_layers = eagle3.layers_read(config, read_config(path).num_layers)
     if not mesh.last:
         return None
-    if kind == "draft":
-        return language_model.LanguageModel(model)
-    if isinstance(model, eagle3.Head):
-        model.join(target, eagle3.layers_read(config, read_config(path).num_layers))
-    elif isinstance(model, mtp.Head):
+    if isinstance(model, eagle3.Head | mtp.Head):
         model.join(target)
-    return cast(DraftSource, model)
+        return cast(DraftSource, model)
+    return language_model.LanguageModel(model)

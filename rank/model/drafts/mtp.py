@@ -13,21 +13,19 @@ from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....comm.mesh import Mesh
 from ....errors import USAGE, FatalError
 from .. import architectures, base
 from ..batch import Batch
 from ..config import Config
-from ..formats import ChooseFormat, dense
-from ..layers.embedding import VocabParallelEmbedding
 from ..layers.linear import ColumnParallel
 from ..layers.residual import ResidualStream
-from ..layers.rope import RotaryEmbeddings
 from ..load import Classes
 from ..shard import whole
 from . import MOST
+from .part import Part
 
 
 class Names(NamedTuple):
@@ -72,50 +70,21 @@ def find_names(config: Config, tensors: Collection[str]) -> Names | None:
     return own
 
 
-class Decoder(nn.Module):
-    """The modules of the head's one layer, and those of the target that this stage lacks."""
-
-    def __init__(self, args: Any, mesh: Mesh, model: type[base.Model]):
-        super().__init__()
-        self.layers = nn.ModuleDict()
-        embedding = VocabParallelEmbedding(args.vocab_size, args.hidden_size, mesh, args.embed_scale)
-        self.embed_tokens = None if mesh.first or not mesh.last else embedding
-        self.norm: nn.Module | None = None
-        if mesh.last:
-            self.layers["0"] = model.LAYER(args, mesh, args.draft_layer, 0)
-            self.norm = model.DECODER.final_norm(args)
-
-
-class Head(base.Model):
-    """The first of a checkpoint's heads, next to a class of `base.Model` from which it has names and layers; empty on
-    all stages but the last."""
+class Head(Part):
+    """The first of a checkpoint's heads, next to a class of `base.Model` from which it has names and layers."""
 
     FOLLOWS: ClassVar[bool] = True
     NAMES: ClassVar[Names]
     most = MOST
     vocabulary: Tensor | None = None
 
-    def __init__(
-        self,
-        args: Any,
-        mesh: Mesh,
-        max_model_len: int,
-        names: Collection[str] = (),
-        format_of: ChooseFormat = dense,
-        table_of: ChooseFormat = dense,
-    ):
-        nn.Module.__init__(self)
-        self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
-        self.tied, self.tensor, self.rope_of = False, mesh.tensor, args.draft_layer
-        self.vision = None
-        if mesh.last:
-            hidden, norm = args.hidden_size, self.DECODER.final_norm
-            self.embedding_norm, self.hidden_norm = norm(args), norm(args)
-            self.projection = ColumnParallel(whole(2 * hidden), (whole(hidden),), bias=False)
-        self.model: Any = Decoder(args, mesh, type(self))
-        self.rope = RotaryEmbeddings([], args.head_dim, args.max_position_embeddings, max_model_len)  # the target's
-        self.lm_head = None
-        self._build(names, format_of, table_of)
+    def make(self, args: Any, mesh: Mesh, names: Collection[str]) -> None:
+        hidden, norm = args.hidden_size, self.DECODER.final_norm
+        self.rope_of = args.draft_layer
+        self.embedding_norm, self.hidden_norm = norm(args), norm(args)
+        self.projection = ColumnParallel(whole(2 * hidden), (whole(hidden),), bias=False)
+        self.model.layers["0"] = self.LAYER(args, mesh, args.draft_layer, 0)
+        self.model.norm = norm(args)
 
     def stored_path(self, path: str) -> str:
         names = self.NAMES
@@ -127,10 +96,10 @@ class Head(base.Model):
         return path if found is None else ours[found] + path.removeprefix(found)
 
     def join(self, target: base.Model) -> None:
-        """Compute with the embedding, the rotary tables and the head of this model from now on."""
-        own = self.model.embed_tokens
-        self._embed = (own if own is not None else target.model.embed_tokens).forward  # type: ignore[union-attr]
-        self._rope = target.rope.forward
+        """Compute with the rotary tables, the head and, unless it has one, the embedding of this model from now on."""
+        embedding = self.model.embed_tokens or target.model.embed_tokens
+        assert embedding is not None
+        self._embed, self._rope = embedding.forward, target.rope.forward
         self.read = target.normed
         self.logits = target.lm_head.forward  # type: ignore[union-attr, method-assign, assignment]
 

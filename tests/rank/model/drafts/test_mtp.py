@@ -12,7 +12,7 @@ import transformers
 from phalanx.comm import mesh, threads
 from phalanx.errors import USAGE, FatalError
 from phalanx.rank.model.config import read_config
-from phalanx.rank.model.drafts import mtp
+from phalanx.rank.model.drafts import find, mtp
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -137,10 +137,9 @@ def drafted(path, runs, tp=1, pp=1, table=None, more=()):
     def rank(comm):
         grid = mesh.build(comm, tp, pp, ep=1)
         model = load(path, grid)
-        head = load(path, grid, max_model_len=model.max_model_len, draft=mtp.choose)
-        own, caches = nan_caches(head, 40), nan_caches(model, 40, len(runs))
-        if grid.last:
-            head.join(model)
+        head = find.find(find.Wanted("mtp", "", dtype="f32"), path, model, grid, torch.device("cpu"))
+        assert (head is not None) == grid.last
+        own, caches = head and nan_caches(head, 40), nan_caches(model, 40, len(runs))
         found = []
         for row, ((ids, done, chunks), blocks) in enumerate(zip(runs, table, strict=True)):
             logits, out = [], None
