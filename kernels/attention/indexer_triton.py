@@ -25,7 +25,8 @@ from .mla_triton import _bytes
 if TYPE_CHECKING:
     from .indexer import IndexNorm, Piece
 
-TOGETHER = 8  # tokens of a sequence for which one program reads a tile of keys; others were not timed
+TOGETHER = 8  # tokens of a sequence for which one program reads a tile of keys, at most
+STAGES = 3  # tiles of keys that a program of one token has under way
 PROGRAMS = 8  # of a kernel, for each multiprocessor
 CHUNK = 2048  # scores that a program looks at together
 PARTS = 32  # of a token's scores, at most
@@ -59,15 +60,16 @@ def choose(
     tables, query_len, seen = piece.tables, piece.query_len, piece.seen
     scores = torch.empty(tokens, piece.longest, dtype=torch.float32, device=q.device)
     tile = tile or (128 if q.element_size() == 2 else 32)
-    groups = len(tables) * triton.cdiv(query_len, TOGETHER)
+    together = 1 if query_len == 1 else TOGETHER
+    groups = len(tables) * triton.cdiv(query_len, together)
     if not programs:
         programs = max(1, PROGRAMS * device_caps(q.device).num_sms // groups)
     score_kernel[min(programs, triton.cdiv(piece.longest, tile)), groups](
         q, weights, _bytes(cache), seen if scales is None else scales, tables, seen, scores, query_len, topk,
         piece.longest, q.stride(0), weights.stride(0), tables.stride(0), heads, dim, rotated,
         max(16, triton.next_power_of_2(heads)), max(16, triton.next_power_of_2(rotated)),
-        max(16, triton.next_power_of_2(dim - rotated)), cache.shape[1], tile, TOGETHER, int(scales is not None),
-        dot_precision(q), num_warps=4, num_stages=2,
+        max(16, triton.next_power_of_2(dim - rotated)), cache.shape[1], tile, together, int(scales is not None),
+        dot_precision(q), num_warps=4, num_stages=STAGES if query_len == 1 else 2,
     )  # fmt: skip
     parts = min(PARTS, max(1, programs * groups // tokens), triton.cdiv(piece.longest, chunk))
     select(scores, tables, seen, slots, counts, query_len, cache.shape[1], parts, chunk)
@@ -136,6 +138,28 @@ def store_kernel(
         _rotate(x, x, scales, tl.ravel(heads) < HEADS, cos + same, sin + same, pairs, ROPE, INTERLEAVED, False)
 
 
+@triton.jit
+def _queries(
+    q, weights, row, q_row, weights_row,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, HEADS_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Both parts of a token's queries [elements, heads], and the weights of their heads, f32."""
+    heads, dims, rest = tl.arange(0, HEADS_PADDED), tl.arange(0, ROPE_PADDED), tl.arange(0, REST_PADDED)
+    real = (heads < HEADS)[None, :]
+    queries = q + row * q_row + heads[None, :] * DIM
+    xr = tl.load(queries + dims[:, None], mask=real & (dims < ROPE)[:, None], other=0.0)
+    xn = tl.load(queries + ROPE + rest[:, None], mask=real & (rest < DIM - ROPE)[:, None], other=0.0)
+    return xr, xn, tl.load(weights + row * weights_row + heads, mask=heads < HEADS, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scored(kr, kn, xr, xn, w, PRECISION: tl.constexpr):
+    s = tl.dot(kr, xr, input_precision=PRECISION)
+    s = tl.dot(kn, xn, s, input_precision=PRECISION)
+    return tl.sum(tl.maximum(s, 0.0) * w[None, :], 1)
+
+
 @triton.jit(do_not_specialize=["query_len", "topk", "scores_row", "table_row"])
 def score_kernel(
     q, weights, cache, scales, tables, seen, scores, query_len, topk, scores_row, q_row, weights_row, table_row,
@@ -143,16 +167,20 @@ def score_kernel(
     REST_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TOGETHER: tl.constexpr, FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Every num_programs(0)-th tile of a sequence for up to TOGETHER of its query_len tokens."""
+    """Every num_programs(0)-th tile of a sequence for up to TOGETHER of its query_len tokens. Tiles are fetched ahead
+    where that is one: Triton does so in loops that have no loop in them."""
     groups = tl.cdiv(query_len, TOGETHER)  # of a sequence
     sequence = tl.program_id(1) // groups
-    first = sequence * query_len + tl.program_id(1) % groups * TOGETHER
+    first = (sequence * query_len + tl.program_id(1) % groups * TOGETHER).to(tl.int64)
     last = tl.minimum(first + TOGETHER, (sequence + 1) * query_len)
     length = tl.load(seen + last - 1)
     if length > topk:
-        heads, dims, rest = tl.arange(0, HEADS_PADDED), tl.arange(0, ROPE_PADDED), tl.arange(0, REST_PADDED)
-        real = (heads < HEADS)[None, :]
+        dims, rest = tl.arange(0, ROPE_PADDED), tl.arange(0, REST_PADDED)
         table = tables + sequence.to(tl.int64) * table_row
+        if TOGETHER == 1:
+            xr, xn, w = _queries(
+                q, weights, first, q_row, weights_row, HEADS, DIM, ROPE, HEADS_PADDED, ROPE_PADDED, REST_PADDED
+            )
         for tile in range(tl.program_id(0), tl.cdiv(length, TILE), tl.num_programs(0)):
             positions = tile * TILE + tl.arange(0, TILE)
             valid = positions < length
@@ -163,16 +191,14 @@ def score_kernel(
             if FP8:
                 kr = widen(kr, scales_at(scales, slots, 0, 0, valid, 1, BLOCK)[:, None], q.dtype.element_ty)
                 kn = widen(kn, scales_at(scales, slots, 0, 1, valid, 1, BLOCK)[:, None], q.dtype.element_ty)
-            for i in range(0, last - first):
-                row = first.to(tl.int64) + i
-                queries = q + row * q_row + heads[None, :] * DIM
-                xr = tl.load(queries + dims[:, None], mask=real & (dims < ROPE)[:, None], other=0.0)
-                xn = tl.load(queries + ROPE + rest[:, None], mask=real & (rest < DIM - ROPE)[:, None], other=0.0)
-                s = tl.dot(kr, xr, input_precision=PRECISION)
-                s = tl.dot(kn, xn, s, input_precision=PRECISION)
-                w = tl.load(weights + row * weights_row + heads, mask=heads < HEADS, other=0.0).to(tl.float32)
-                total = tl.sum(tl.maximum(s, 0.0) * w[None, :], 1)
-                tl.store(scores + row * scores_row + positions, total, mask=valid)
+            if TOGETHER == 1:
+                tl.store(scores + first * scores_row + positions, _scored(kr, kn, xr, xn, w, PRECISION), mask=valid)
+            else:
+                for row in range(first, last):
+                    xr, xn, w = _queries(
+                        q, weights, row, q_row, weights_row, HEADS, DIM, ROPE, HEADS_PADDED, ROPE_PADDED, REST_PADDED
+                    )
+                    tl.store(scores + row * scores_row + positions, _scored(kr, kn, xr, xn, w, PRECISION), mask=valid)
 
 
 @triton.jit

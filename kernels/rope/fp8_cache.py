@@ -74,5 +74,6 @@ def store_latents(x: Tensor, cache: Tensor, scales: Tensor, latent: int, slots: 
         store(x[:, None, :latent] if i == 0 else x[:, None, latent:], part[:, :, None], scales, i, slots)
 
 
-def split_latents(cache: Tensor, latent: int) -> tuple[Tensor, Tensor]:
-    return cache[..., :latent], cache[..., latent:]
+def split_latents(cache: Tensor, latent: int) -> list[Tensor]:
+    """Both parts, or the first one alone where the second has no elements."""
+    return [part for part in (cache[..., :latent], cache[..., latent:]) if part.shape[-1]]

@@ -96,10 +96,10 @@ def gather_blocks(codes: Tensor, scales: Tensor, part: int, blocks: Tensor, dtyp
 def gather_latents(cache: Tensor, scales: Tensor, slots: Tensor, latent: int, dtype: torch.dtype) -> Tensor:
     """fp8_cache.gather_latents."""
     out = torch.empty(len(slots), cache.shape[2], dtype=dtype, device=cache.device)
-    parts = zip(split_latents(cache.view(torch.uint8), latent), (out[:, :latent], out[:, latent:]), strict=True)
+    parts = zip(split_latents(cache.view(torch.uint8), latent), split_latents(out, latent), strict=True)
     for i, (codes, to) in enumerate(parts):
         width = to.shape[1]
-        if len(slots) and width:
+        if len(slots):
             gather_kernel[(len(slots),)](
                 codes, scales, slots, to, cache.shape[2], out.shape[1], width, triton.next_power_of_2(width), i,
                 cache.shape[1], num_warps=2,
