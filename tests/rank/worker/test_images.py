@@ -32,7 +32,7 @@ class Tower:
         self.seen.append(int(pixels[0, 0, 0]))
         yield
         yield
-        return torch.zeros(3, 2) + pixels[0, 0, 0]
+        return torch.zeros(3, 2, device=pixels.device) + pixels[0, 0, 0]
 
 
 class Rank:

@@ -1,5 +1,6 @@
 """Q8_0 on a GPU: encoded there bit for bit as on a CPU, in the layout of its kernels, and a model's memory."""
 
+import gc
 import json
 
 import pytest
@@ -47,6 +48,7 @@ def test_linear(monkeypatch, dtype, rows, panel):
 def test_memory_of_loading(tmp_path):
     """The quantised model, one module beside, and what encoding takes of it."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    gc.collect()  # models of earlier tests
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     grid = threads.run(lambda comm: [mesh.build(comm, 1, 1)], 1)[0][0]
