@@ -55,7 +55,7 @@ part kernels-cpu 540 "${several[@]}" tests/kernels/*/test_*cpu*.py tests/kernels
     tests/kernels/moe/test_nibble_permutation.py tests/kernels/quantized/test_{gpu_layout,q8_0,stack,super_blocks}.py
 part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_symmetric_memory.py \
     tests/comm/test_custom_allreduce.py
-part worker 300 "${several[@]}" $worker/test_{swap,batch_builder,decode_batch,piecewise_graphs,sampler_gpu,query_len_gpu,images_gpu}.py
+part worker 300 "${several[@]}" $worker/test_{swap,batch_builder,decode_batch,piecewise_graphs,sampler_gpu,query_len_gpu,images_gpu,draft_graphs,draft_graphs_gpu}.py
 part models 540 "${tests[@]}" $rank/model/experts/*_gpu.py $rank/model/formats/*_gpu.py \
     $rank/model/stored_formats/*_gpu.py $rank/model/layers/*_gpu.py $rank/model/*_gpu.py $rank/model/vision/*_gpu.py
 part shapes 540 "${tests[@]}" -rs $rank/test_gpus.py

@@ -26,12 +26,15 @@ from ..model.batch import Batch, StepArrays
 from ..model.cache_spec import Caches
 from ..model.drafts import DraftSource
 from .cpu_graphs import Head
+from .draft_graphs import DraftGraphs
+from .graphs import DecodeGraphs
 from .sampler import Sampler, tp_argmax
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
 log = logging.getLogger("phalanx")
 T = TypeVar("T")
+GoOn = Callable[[Tensor, int, Tensor | None], Tensor]  # of ids [R], tokens behind the newest one, and [R, hidden]
 CHANGING = "ids", "positions", "slots", "block_tables", "lengths", "rows"  # of a Batch, from step to step
 
 
@@ -144,15 +147,29 @@ class Drafting:
         self.tensor, self.sampler, self.greedy = tensor, sampler, greedy
         self._layer_groups = list(state.layer_groups)[-len(caches) :]
         on_cpu = sampler.device.type == "cpu" and ops.available()
-        self.recorded = Recorded(source) if on_cpu else None  # None: nothing is replayed
+        self.recorded = Recorded(source) if on_cpu else None  # None: nothing is replayed on a CPU
+        self._graphs: DraftGraphs | None = None  # on a GPU
+
+    def capture(self, target: DecodeGraphs, reached: Callable[[int], None]) -> None:
+        """Capture drafts behind steps that the target replays. Calls reached(sizes done)."""
+        self._graphs = DraftGraphs(self.source, target, self._own, self.upload, self.state.block_size)
+        self._graphs.capture(reached)
+
+    def close(self) -> None:
+        """Free what was captured, before the communicators end."""
+        self._graphs = None
 
     def step(self, step: DraftStep) -> Tensor | None:
         """Drafts [R, wanted] int64, equal on all ranks of the tensor group; None where no row samples or none are
         wanted: then it has read the step's tokens. Collective over the group."""
+        graphs, query_len = self._graphs, step.scheduled.query_len
+        if step.replayed and graphs is not None and graphs.supports(len(step.rows), query_len):
+            made = graphs.follow(query_len, step.next_ids, step.newest, self._most(step.scheduled.rows))
+            return self._chain(step, made, lambda ids, number, before: graphs.go_on(ids)) if step.wanted else None
         made = self._follow(step)
         if not len(step.rows) or not step.wanted:
             return None
-        return self._chain(step, made[step.newest] if self.source.FOLLOWS else None)
+        return self._chain(step, made[step.newest] if self.source.FOLLOWS else None, self._goes_on(step))
 
     def _follow(self, step: DraftStep) -> Tensor:
         """The source's [T, hidden] of the step's tokens."""
@@ -175,29 +192,34 @@ class Drafting:
             further=further, layer_groups=self._layer_groups,
         )  # fmt: skip
 
-    def _chain(self, step: DraftStep, hidden: Tensor | None) -> Tensor:
+    def _chain(self, step: DraftStep, hidden: Tensor | None, go_on: GoOn) -> Tensor:
         """hidden: what the source has computed of rows' newest tokens [R, hidden]; None: it reads those yet."""
-        scheduled = step.scheduled
-        rows = scheduled.rows[scheduled.samples]
-        computed = (scheduled.starts + scheduled.counts)[scheduled.samples]  # at most, as drafts may be rejected
-        tables = [self.state.table[self.state.rows_of(rows, group)] for group in range(len(self.state.groups))]
-        prompts, most, *on_device = self.upload.send([self.state.prompt_len[rows], self._most(rows), *tables])
+        rows = step.scheduled.rows[step.scheduled.samples]
+        (prompts,) = self.upload.send([self.state.prompt_len[rows]])
         outputs, ids, drafts = step.lengths - prompts, step.next_ids[step.newest], list[Tensor]()
         for number in range(step.wanted):
             if number or hidden is None:
-                further = number - self.source.FOLLOWS
-                positions = torch.minimum(step.lengths - 1 + further, most)
-                batch = self._batch(ids, positions, step.rows, on_device, computed + 1 + further)
-                hidden = self._go_on(batch, hidden)
+                hidden = go_on(ids, number - self.source.FOLLOWS, hidden)
             ids = self._choose(hidden, rows, outputs + number)
             drafts.append(ids)
         return torch.stack(drafts, 1)
 
-    def _go_on(self, batch: Batch, before: Tensor | None) -> Tensor:
-        """`forward` of one token of each row."""
-        if self.recorded is not None and not batch.further and len(batch.ids) <= MAX_ROWS:
-            return self.recorded.go_on(batch, before)
-        return self.source.forward(batch, before)
+    def _goes_on(self, step: DraftStep) -> GoOn:
+        """`forward` of one token of each row, where it is not captured."""
+        scheduled = step.scheduled
+        rows = scheduled.rows[scheduled.samples]
+        computed = (scheduled.starts + scheduled.counts)[scheduled.samples]  # at most, as drafts may be rejected
+        tables = [self.state.table[self.state.rows_of(rows, group)] for group in range(len(self.state.groups))]
+        most, *on_device = self.upload.send([self._most(rows), *tables])
+
+        def go_on(ids: Tensor, further: int, before: Tensor | None) -> Tensor:
+            positions = torch.minimum(step.lengths - 1 + further, most)
+            batch = self._batch(ids, positions, step.rows, on_device, computed + 1 + further)
+            if self.recorded is not None and not batch.further and len(batch.ids) <= MAX_ROWS:
+                return self.recorded.go_on(batch, before)
+            return self.source.forward(batch, before)
+
+        return go_on
 
     def _most(self, rows: np.ndarray) -> np.ndarray:
         """[R] the last positions for which these rows have blocks, and the source has rotary embeddings. Tokens behind

@@ -146,6 +146,15 @@ class DecodeGraphs:
         sizes = self._sizes.get(scheduled.query_len)
         return sizes is not None and len(scheduled.rows) <= sizes[-1] and scheduled.all_decode
 
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """The captured steps, by sequences, and tokens of each."""
+        return list(self._captured)
+
+    def captured_step(self, size: int, query_len: int) -> tuple[Batch, Tensor]:
+        """A captured step's batch, with the rows that fill it up, and its [T, hidden]; their memory stays."""
+        return self._inputs[query_len].batch(size, [self._longest] * size), self._captured[size, query_len][1]
+
     def replay(self, scheduled: ScheduledBatch) -> tuple[Tensor, Tensor]:
         """The residual stream [T, hidden] of a supported step, and the row of each token [T] int32. Valid until the
         next replay."""

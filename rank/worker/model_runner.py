@@ -233,7 +233,7 @@ class ModelRunner:
                     self._snapshots.save(plan)
                     self._finished(plan.step)
             self._receive_ids(len(self._awaited))
-            for graphs in (self._graphs, self._piecewise):
+            for graphs in (self._drafting, self._graphs, self._piecewise):
                 if graphs is not None:
                     graphs.close()
         except BaseException as error:
@@ -337,6 +337,8 @@ class ModelRunner:
         said = f"{len(graphs.sizes)} batch sizes"
         if len(self._limits.query_lens) > 1:
             said += f", with {' or '.join(map(str, self._limits.query_lens))} tokens of a sequence,"
+        if self._drafting is not None:
+            self._drafting.capture(graphs, self.watch.reached)
         if self.model.offload is not None or self.model.layer_offload is not None:
             return said
         most, microbatch = self._limits.token_budget, self._limits.microbatch_tokens

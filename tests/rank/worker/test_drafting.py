@@ -52,10 +52,13 @@ def made(tmp_path_factory):
 class Rank:
     """A rank's target and draft model, and sequences whose tokens are given: what is sampled is the next of them."""
 
-    def __init__(self, grid, path, wanted, sampling, blocks=LENGTH // BLOCK):
+    graphs = None  # what replays steps of rows that decode
+
+    def __init__(self, grid, path, wanted, sampling, blocks=LENGTH // BLOCK, device="cpu"):
         torch.set_grad_enabled(False)
-        device, count = torch.device("cpu"), len(PROMPTS)
-        self.model = load(path, grid, max_model_len=LENGTH, dtype="f32")
+        self.device, count = torch.device(device), len(PROMPTS)
+        device = self.device
+        self.model = load(path, grid, device, max_model_len=LENGTH, dtype="f32")
         self.source = find.find(wanted, path, self.model, grid, device)
         own = self.source.cache_specs()
         specs = [*self.model.cache_specs(), *own]
@@ -80,7 +83,7 @@ class Rank:
         self.drafting = Drafting(
             self.source, self.state, caches[-len(own) :], self.upload, grid.tensor, self.sampler, self.greedy
         )
-        self.last = torch.zeros(count, dtype=torch.int64)
+        self.last = torch.zeros(count, dtype=torch.int64, device=device)
 
     def step(self, work, kept=None, query_len=1, wanted=WANTED):
         """The drafts of a step, by row. work: (row, start, count). kept: of each verified row how many tokens stand."""
@@ -88,8 +91,13 @@ class Rank:
         prompts = np.array(PROMPTS)[rows]
         samples = starts + counts >= prompts
         scheduled = ScheduledBatch(rows, starts, counts, samples, np.maximum(starts + 1 - prompts, 0), query_len)
-        batches, _ = build_batches(self.state, scheduled, self.last, self.caches, self.upload)
-        hidden = self.model.forward(batches)
+        replayed = self.graphs is not None and self.graphs.supports(scheduled)
+        if replayed:
+            hidden, _ = self.graphs.replay(scheduled)
+            batches = [self.graphs.batch(scheduled)]
+        else:
+            batches, _ = build_batches(self.state, scheduled, self.last, self.caches, self.upload)
+            hidden = self.model.forward(batches)
         following = [self.ids[row][start + 1 : start + count + 1] for row, start, count in work]
         ends, newest, lengths = np.cumsum(counts), [], []
         for i in np.flatnonzero(samples):
@@ -101,11 +109,12 @@ class Rank:
                 batches,
                 scheduled,
                 hidden,
-                torch.tensor(sum(following, [])),
-                torch.tensor(newest, dtype=torch.int64),
-                torch.from_numpy(rows[samples]),
-                torch.tensor(lengths, dtype=torch.int64),
+                torch.tensor(sum(following, []), device=self.device),
+                torch.tensor(newest, dtype=torch.int64, device=self.device),
+                torch.from_numpy(rows[samples]).to(self.device),
+                torch.tensor(lengths, dtype=torch.int64, device=self.device),
                 wanted,
+                replayed,
             )
         )
         return made if made is None else dict(zip(rows[samples].tolist(), made.tolist(), strict=True))
