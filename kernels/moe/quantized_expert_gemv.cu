@@ -10,7 +10,6 @@
 // before they are multiplied, as in quantized_gemv.cu.
 #include "mma.cuh"
 #include "half2.cuh"
-#include "load_runs.cuh"
 #include FORMAT
 
 constexpr int R = 1;

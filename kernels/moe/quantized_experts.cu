@@ -12,7 +12,6 @@
 #include "mma.cuh"
 #include "half2.cuh"
 #include "tile_sums.cuh"
-#include "load_runs.cuh"
 #include FORMAT
 #include "tile_mma.cuh"
 

@@ -19,4 +19,4 @@ template <class E, class P> __device__ inline void codes(const P& tile, int step
     }
 }
 
-#include "float_codes.cuh"
+#include "packed_weights.cuh"

@@ -7,7 +7,8 @@
 
 constexpr int HALF_BYTES = 1056, PACKED_BYTES = 2 * HALF_BYTES;  // bytes
 constexpr int SPAN = 128, SCALED = 128;                   // inputs of a packed tile, and those that share a scale
-constexpr bool MINIMA = false;
+constexpr bool MINIMA = false, RAW = false;
+constexpr int TOGETHER = 1;
 constexpr bool BY_RUNS = true;  // word 2 s + h of a streamed packed tile has inputs 16 t + 2 s + {0, 8, 1, 9} of each 64
 
 template <int RUNS> struct Runs {  // a lane's part of so many runs: words 2 s + h, of step s and output g + 8 h
@@ -81,6 +82,5 @@ __device__ inline PackedTile load_packed_tile(unsigned from, int lane, int part 
 template <int RUNS> __device__ inline float2 scales(const Runs<RUNS>& tile, int) {
     return {__uint_as_float(tile.scales[0]), __uint_as_float(tile.scales[1])};
 }
-template <int RUNS> __device__ inline float2 minima(const Runs<RUNS>&, int) { return {}; }
 
 #include "e4m3_codes.cuh"

@@ -6,8 +6,10 @@
 // and those of the second. cuda_layouts.py describes packed tiles.
 
 constexpr int PACKED_BYTES = 544, SPAN = 64, SCALED = 32;  // bytes of a packed tile, its inputs, and those that share a scale
-constexpr int SCALE_WORDS = 1;
-#include "word_tiles.cuh"
+constexpr int WORDS = 4, TABLE_WORDS = 1, TOGETHER = 1;
+constexpr bool MINIMA = false, BY_RUNS = false, RAW = false;
+__device__ constexpr int table_at(int, int lane) { return 512 + lane / 4 * 4; }
+#include "packed_tile.cuh"
 
 // 2^(byte - 127): a byte is an f32's exponent, but for 0, which a number below the normal ones stands for.
 __device__ inline float power(unsigned word, int byte) {
@@ -18,7 +20,7 @@ __device__ inline float power(unsigned word, int byte) {
 // Scales for the codes of outputs lane / 4 and 8 below, of inputs from 16 step on.
 __device__ inline float2 scales(const PackedTile& tile, int step) {
     const int first = step * 16 / SCALED * 2;
-    return {power(tile.scales[0], first), power(tile.scales[0], first + 1)};
+    return {power(tile.tables[0], first), power(tile.tables[0], first + 1)};
 }
 
 // The codes of a word at bit 4 i and 16 above as elements, exactly: exponent and mantissa are moved to where those of E
@@ -41,4 +43,4 @@ template <class E> __device__ inline void codes(const PackedTile& tile, int step
     for (int i = 0; i < 4; i++) a[i] = element2<E>(tile.words[step], i);
 }
 
-#include "float_codes.cuh"
+#include "packed_weights.cuh"

@@ -8,11 +8,10 @@
 #include "bytes.cuh"
 
 constexpr int PACKED_BYTES = 544, SPAN = 32, SCALED = 32;  // bytes of a packed tile, its inputs, and those that share a scale
-constexpr int SCALE_WORDS = 1;
-#include "word_tiles.cuh"
-
-// Scales for the codes of outputs lane / 4 and 8 below, of inputs from 16 step on.
-__device__ inline float2 scales(const PackedTile& tile, int step) { return unpack<f16>(tile.scales[0]); }
+constexpr int WORDS = 4, TABLE_WORDS = 1, TOGETHER = 1;
+constexpr bool MINIMA = false, BY_RUNS = false, RAW = false;
+__device__ constexpr int table_at(int, int lane) { return 512 + lane / 4 * 4; }
+#include "packed_tile.cuh"
 
 // Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
 template <class E> __device__ inline void codes(const PackedTile& tile, int step, unsigned (&a)[4]) {
@@ -20,14 +19,4 @@ template <class E> __device__ inline void codes(const PackedTile& tile, int step
     centred_bytes<E>(tile.words[2 * step + 1], a[1], a[3]);
 }
 
-// Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a matmul.
-template <class E> __device__ inline void weights(const PackedTile& tile, int step, unsigned (&a)[4]) {
-    const float2 by = scales(tile, step);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const unsigned word = tile.words[2 * step + h];
-        const float scale = h ? by.y : by.x;
-        a[h] = pack<E>(byte_times(word, 0, scale), byte_times(word, 2, scale));
-        a[2 + h] = pack<E>(byte_times(word, 1, scale), byte_times(word, 3, scale));
-    }
-}
+#include "f16_scales.cuh"

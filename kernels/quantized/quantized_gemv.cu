@@ -8,7 +8,6 @@
 // BIAS, bias [outputs] is added.
 #include "mma.cuh"
 #include "half2.cuh"
-#include "load_runs.cuh"
 #include FORMAT
 #include "gemv_tiles.cuh"
 

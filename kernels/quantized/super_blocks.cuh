@@ -23,67 +23,9 @@ constexpr int SUPERS = SPAN / SUPER, NUMBERS = SPAN / GROUP * KINDS / 2;    // N
 constexpr int FACTORS_AT = 128 * WORDS, NUMBERS_AT = FACTORS_AT + 32 * KINDS * SUPERS;
 constexpr int PACKED_BYTES = NUMBERS_AT + 32 * NUMBERS;  // bytes
 
-struct PackedTile {  // a lane's part
-    unsigned words[WORDS], factors[KINDS * SUPERS], numbers[NUMBERS];
-};
-
-// Bytes at a distance from a packed tile's begin, in memory and in shared memory.
-struct Memory {
-    const unsigned char* from;
-
-    __device__ uint4 read16(int at) const { return stream16(from + at); }
-    __device__ uint2 read8(int at) const { return stream8(from + at); }
-    __device__ unsigned read4(int at) const { return stream4(from + at); }
-};
-struct Shared {
-    unsigned from;
-
-    __device__ uint4 read16(int at) const { return load_shared16(from + at); }
-    __device__ uint2 read8(int at) const { return load_shared8(from + at); }
-    __device__ unsigned read4(int at) const { return load_shared4(from + at); }
-};
-
-// A lane's codes.
-template <class Bytes> __device__ inline void read_words(const Bytes& bytes, int lane, unsigned (&words)[WORDS]) {
-#pragma unroll
-    for (int i = 0; i < WORDS / 4; i++) {
-        const uint4 x = bytes.read16(i * 512 + lane * 16);
-        words[4 * i] = x.x, words[4 * i + 1] = x.y, words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
-    }
-    if constexpr (WORDS % 4) {
-        const uint2 x = bytes.read8(512 + lane * 8);
-        words[4] = x.x, words[5] = x.y;
-    }
-}
-
-// factors: where they are known.
-template <class Bytes>
-__device__ inline PackedTile read_tile(const Bytes& bytes, int lane, const unsigned* factors = nullptr) {
-    PackedTile y;
-    read_words(bytes, lane, y.words);
-#pragma unroll
-    for (int i = 0; i < KINDS * SUPERS; i++)
-        y.factors[i] = factors ? factors[i] : bytes.read4(FACTORS_AT + i * 32 + lane / 4 * 4);
-#pragma unroll
-    for (int i = 0; i < NUMBERS; i++) y.numbers[i] = bytes.read4(NUMBERS_AT + i * 32 + lane / 4 * 4);
-    return y;
-}
-
-// A lane's parts of packed tiles in memory.
-struct PackedTiles {
-    const unsigned char* from;
-    int lane;
-
-    PackedTiles() = default;
-    __device__ PackedTiles(const unsigned char* from, int lane) : from(from), lane(lane) {}
-    __device__ PackedTile stream(int tile) const { return read_tile(Memory{from + tile * PACKED_BYTES}, lane); }
-    __device__ void advance(int tiles) { from += tiles * PACKED_BYTES; }
-};
-
-#include "whole_stream.cuh"
-
-// From shared memory.
-__device__ inline PackedTile load_packed_tile(unsigned from, int lane, int = -1) { return read_tile(Shared{from}, lane); }
+constexpr int TABLE_WORDS = KINDS * SUPERS + NUMBERS;  // factors, then numbers
+__device__ constexpr int table_at(int i, int lane) { return FACTORS_AT + i * 32 + lane / 4 * 4; }
+#include "packed_tile.cuh"
 
 // Parts that TOGETHER tiles share, and all of their numbers as first operands of an mma: lane 4 g + t has those of
 // groups 2 t and 2 t + 1, of outputs g and g + 8.
@@ -102,14 +44,14 @@ __device__ inline Super shared_super(const PackedTile&, unsigned from, int lane)
     return {{load_shared4(factors), load_shared4(factors + 32)}, {pair(0), pair(1)}, {pair(2), pair(3)}};
 }
 __device__ inline PackedTile load_packed_tile(unsigned from, int lane, const Super& super) {
-    return read_tile(Shared{from}, lane, super.factors);
+    return read_tile(Shared{from}, lane, super.factors, 2);
 }
 
 // Scales (KIND 0) or minima (1) of outputs lane / 4 and 8 below, of inputs from 16 step on: exact in f32.
 template <int KIND> __device__ inline float2 of_two_levels(const PackedTile& tile, int step) {
-    const float2 factors = unpack<f16>(tile.factors[KIND * SUPERS + step * 16 / SUPER]);
+    const float2 factors = unpack<f16>(tile.tables[KIND * SUPERS + step * 16 / SUPER]);
     const int number = step * 16 / GROUP * KINDS + KIND;
-    const unsigned word = tile.numbers[number / 2];
+    const unsigned word = tile.tables[KINDS * SUPERS + number / 2];
     return {byte_times(word, number % 2 * 2, factors.x), byte_times(word, number % 2 * 2 + 1, factors.y)};
 }
 __device__ inline float2 scales(const PackedTile& tile, int step) { return of_two_levels<0>(tile, step); }
@@ -186,14 +128,4 @@ template <class E> __device__ inline void raw_codes(const PackedTile& tile, int 
 }
 template <class E> __device__ inline float2 offsets(const PackedTile&, int) { return {RAISED<E>, RAISED<E>}; }
 
-// Weights of the same, rounded once.
-template <class E> __device__ inline void weights(const PackedTile& tile, int step, unsigned (&a)[4]) {
-    codes<E>(tile, step, a);
-    const float2 by = scales(tile, step), less = MINIMA ? minima(tile, step) : float2{0, 0};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 code = unpack<E>(a[i]);
-        const float scale = i % 2 ? by.y : by.x, minimum = i % 2 ? less.y : less.x;
-        a[i] = pack<E>(fmaf(code.x, scale, -minimum), fmaf(code.y, scale, -minimum));
-    }
-}
+#include "packed_weights.cuh"
