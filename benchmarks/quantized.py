@@ -124,7 +124,7 @@ def configs(rows: int, outputs: int, inputs: int, layout: Layout, gate: str) -> 
         one = n_tile._replace(ahead=n_tile.ahead // (1 + (layout.bytes > quantized_gemm.LARGE)))
         fits = rows <= quantized_gemm.GEMV_ROWS and one.shared(rows, inputs, layout) <= quantized_gemm.GEMV_SHARED
         found += [one] if fits and (not gate or one.n_tiles == 2) else []
-    found += quantized_gemm.grouped_configs(rows, inputs, *of)
+    found += quantized_gemm.grouped_configs(inputs, *of) if rows == 1 else ()
     found += quantized_gemm.configs(rows, outputs, inputs, *of) if rows <= quantized_gemm.MAX_ROWS else ()
     found += quantized_wgmma.configs(rows, inputs, *of) if hopper and rows in quantized_wgmma.ROWS else ()
     return found

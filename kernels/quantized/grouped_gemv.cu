@@ -1,9 +1,9 @@
-// y [R, outputs] = x [R, I] W^T for up to four rows, at the speed at which W, in packed tiles with a scale for each
-// GROUP of inputs, is read: from sm_90 on.
+// y [outputs] = W x [I] for one row, at the speed at which W, in packed tiles with a scale for each GROUP of inputs, is
+// read: from sm_90 on.
 //
-// Of the tensor cores' eight columns each has a group of inputs of one row, and zeros elsewhere. So one sum per output
-// and column runs on over a unit of 8 / ROWS groups, and a lane scales four sums of a unit, each by its own scale:
-// nothing is scaled or decoded twice. Codes are multiplied as they are widened, more by RAISED, and a group's sum of x,
+// Of the tensor cores' eight columns each has a group of inputs, and zeros elsewhere. So one sum per output and column
+// runs on over a unit of eight groups, and a lane scales four sums of a unit, each by its own scale: nothing is scaled or
+// decoded twice. Codes are multiplied as they are widened, more by RAISED, and a group's sum of x,
 // which is known beforehand, takes that away again and is multiplied by the minimum.
 //
 // Blocks stay and take n-tiles of 16 outputs in turn. Of an n-tile's runs of RUN packed tiles each warp takes every
@@ -16,20 +16,18 @@
 #include FORMAT
 
 constexpr int THREADS = WARPS * 32;
-constexpr int ROWS = R < 3 ? R : 4, GROUPS = 8 / ROWS, UNIT = GROUPS * GROUP;  // groups at once, and their inputs
+constexpr int UNIT = 8 * GROUP;  // inputs of the groups at once
 constexpr int K_TILES = I / SPAN, RUNS = K_TILES / RUN, UNITS = RUN * SPAN / UNIT;  // of an n-tile; of a run
 constexpr int STAGE = N_TILES * RUN * PACKED_BYTES;
-constexpr int PITCH = I * 2 + 16;  // bytes from row to row of x
-constexpr int ALL_GROUPS = I / GROUP, SUMS = N_TILES * WARPS * 16 * 4;  // of a row; of a tile
-constexpr int PAIRS = GROUPS / 2;  // of a unit: lanes side by side have one each, of one row
+constexpr int SUMS = N_TILES * WARPS * 16 * 4;  // of a tile
 static_assert(K_TILES % RUN == 0 && RUN * SPAN % UNIT == 0 && N_TILES == 1 + GATED && PACKED_BYTES % 16 == 0);
 
 #if __CUDA_ARCH__ >= 900
-// A unit of each n-tile, added to outputs lane / 4 and 8 below. x_from: the lane's own 16 bytes, for a row of a tile of
-// x, which it has instead of zeros at part `mine` of 32 inputs. wholes: x summed up over the lane's two groups.
+// A unit of each n-tile, added to outputs lane / 4 and 8 below. x_from: the lane's own 16 bytes of x, which it has
+// instead of zeros at part `mine` of 32 inputs. wholes: x summed up over the lane's two groups.
 __device__ inline void multiply(unsigned w_from, unsigned x_from, unsigned zeros, int mine, float2 wholes,
                                 float (&sum)[N_TILES][2]) {
-    const int lane = threadIdx.x % 32, pair = lane % PAIRS;
+    const int lane = threadIdx.x % 32, pair = lane % 4;
     unsigned words[N_TILES][UNIT / SPAN][WORDS];
     Pair tables[N_TILES];
 #pragma unroll
@@ -75,8 +73,8 @@ __device__ inline void multiply(unsigned w_from, unsigned x_from, unsigned zeros
 }
 
 // x to shared memory, and its sums over groups: lanes side by side have eights of one.
-__device__ inline void fetch_rows(const T* x, unsigned char* xs, float* wholes) {
-    constexpr int EIGHTS = R * I / 8, OF_GROUP = GROUP / 8, AT_ONCE = 4;
+__device__ inline void fetch_row(const T* x, unsigned char* xs, float* wholes) {
+    constexpr int EIGHTS = I / 8, OF_GROUP = GROUP / 8, AT_ONCE = 4;
 #pragma unroll 1
     for (int first = 0; first < EIGHTS; first += AT_ONCE * THREADS) {
         uint4 eights[AT_ONCE];
@@ -94,37 +92,30 @@ __device__ inline void fetch_rows(const T* x, unsigned char* xs, float* wholes) 
 #pragma unroll
             for (int l = 1; l < OF_GROUP; l *= 2) sum += __shfl_xor_sync(~0u, sum, l);
             if (i >= EIGHTS) continue;
-            *(uint4*)(xs + i / (I / 8) * PITCH + i % (I / 8) * 16) = eight;
+            *(uint4*)(xs + i * 16) = eight;
             if (i % OF_GROUP == 0) wholes[i / OF_GROUP] = sum;
         }
     }
     __syncthreads();
 }
 
-// A tile's values by 16 lanes from all warps' sums: four lanes had parts of an output's, ROWS rows of them.
+// A tile's values by 16 lanes from all warps' sums, of which four lanes had parts of an output's.
 __device__ inline void store(const float* sums, const T* bias, T* y, int tile, int width) {
     const int out = threadIdx.x % 32, column = tile * 16 + out;
-    auto total = [&](int n_tile, float (&rows)[ROWS]) {
-        float four[4] = {};
+    auto total = [&](int n_tile) {
+        float four[4] = {}, whole = BIAS ? to_float(bias[n_tile * width + column]) : 0;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             const float4 more = *(const float4*)(sums + ((n_tile * WARPS + w) * 16 + out) * 4);
             four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
         }
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            rows[r] = BIAS ? to_float(bias[n_tile * width + column]) : 0;
-#pragma unroll
-            for (int i = 0; i < PAIRS; i++) rows[r] += four[r * PAIRS + i];
-        }
+        for (int i = 0; i < 4; i++) whole += four[i];
+        return whole;
     };
     if (out >= 16 || column >= width) return;
-    float values[ROWS], ups[ROWS];
-    total(0, values);
-    if (GATED) total(1, ups);
-#pragma unroll
-    for (int r = 0; r < R; r++)
-        y[(long long)r * width + column] = from_float<T>(GATED ? gated<T, ACT>(values[r], ups[r]) : values[r]);
+    const float value = total(0);
+    y[column] = from_float<T>(GATED ? gated<T, ACT>(value, total(N_TILES - 1)) : value);
 }
 
 struct Ahead {  // the run that a warp asks for next
@@ -155,8 +146,8 @@ grouped_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int o
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier barriers[WARPS * STAGES];
     unsigned char* const xs = (unsigned char*)(memory + 1);  // behind zeros
-    float* const wholes = (float*)(xs + R * PITCH);
-    float* const sums = wholes + (R * ALL_GROUPS + 3) / 4 * 4;
+    float* const wholes = (float*)(xs + I * 2);
+    float* const sums = wholes + (I / GROUP + 3) / 4 * 4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const unsigned ring = smem_address(sums + 2 * SUMS) + warp * STAGES * STAGE;
     Barrier* const full = barriers + warp * STAGES;
@@ -170,13 +161,13 @@ grouped_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int o
     grid_wait();
     launch_dependents();
     if (threadIdx.x == 0) memory[0] = make_uint4(0, 0, 0, 0);
-    fetch_rows(x, xs, wholes);
-    // The lane has eight inputs of a group as a row of a tile of x; as a pair of columns it has two groups.
-    const int row_of_x = min(lane % 8 / GROUPS, R - 1), group = lane % 8 % GROUPS, eight = lane / 8;
+    fetch_row(x, xs, wholes);
+    // The lane has eight inputs of a group; as a pair of columns it has two groups.
+    const int group = lane % 8, eight = lane / 8;
     const int mine = eight * 8 % 32 / GROUP == group % (32 / GROUP) ? group * GROUP / 32 : -1;
     const unsigned zeros = smem_address(memory);
-    const unsigned x_from = smem_address(xs) + row_of_x * PITCH + mine * 64 + eight * 16;
-    const float* const wholes_from = wholes + min(lane % 4 / PAIRS, R - 1) * ALL_GROUPS + lane % PAIRS * 2;
+    const unsigned x_from = smem_address(xs) + mine * 64 + eight * 16;
+    const float* const wholes_from = wholes + lane % 4 * 2;
     int stage = 0, round = 0, buffer = 0, turn = 0;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -188,7 +179,7 @@ grouped_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int o
             for (int u = 0; u < UNITS; u++) {
                 const int unit = run * UNITS + u;
                 multiply(ring + stage * STAGE + u * (UNIT / SPAN) * PACKED_BYTES, x_from + unit * UNIT * 2, zeros, mine,
-                         *(const float2*)(wholes_from + unit * GROUPS), sum);
+                         *(const float2*)(wholes_from + unit * 8), sum);
             }
             fence_async_proxy();
             __syncwarp();

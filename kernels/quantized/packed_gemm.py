@@ -198,6 +198,6 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, ca
         return None
     # A step of one sequence takes 6 % less of Llama-3.1-8B in Q4_K_M by this GEMV than by the GEMM; of four sequences
     # the GEMM's takes 4 % less (docs/measurements/small-batches.md).
-    by_groups = quantized_gemm.grouped_configs(rows, inputs, layout, gated) if rows == 1 and caps.has_tma else ()
+    by_groups = quantized_gemm.grouped_configs(inputs, layout, gated) if rows == 1 and caps.has_tma else ()
     tiles = quantized_gemm.choose(*of) if caps.has_tma else None
     return next(iter(by_groups), None) or tiles or quantized_gemm.choose_gemv(*of)

@@ -54,7 +54,6 @@ def choose_gemv(rows: int, outputs: int, inputs: int, layout: Layout, gated: boo
 
 # -- grouped_gemv.cu
 
-GROUPED_ROWS = 4  # at most
 GROUPED_WARPS = 8  # of a block, with a part of each n-tile
 GROUPED_BLOCKS = 2  # on a multiprocessor
 RUNS = (4, 2)
@@ -68,36 +67,34 @@ class GroupedConfig(NamedTuple):
     n_tiles: int  # of a tile: two with a gate
     run: int  # packed tiles of an n-tile that a warp takes at once
 
-    def stages(self, rows: int, inputs: int, layout: Layout) -> tuple[int, int]:
+    def stages(self, inputs: int, layout: Layout) -> tuple[int, int]:
         """A warp's stages, and all bytes of a block's shared memory, as grouped_gemv.cu lays it out."""
-        groups = rows * inputs // dict(layout.sizes)["GROUP"]
-        fixed = 16 + rows * (inputs * 2 + 16) + -(-groups // 4) * 16 + 2 * self.n_tiles * GROUPED_WARPS * 256
+        groups = inputs // dict(layout.sizes)["GROUP"]
+        fixed = 16 + inputs * 2 + -(-groups // 4) * 16 + 2 * self.n_tiles * GROUPED_WARPS * 256
         stage = GROUPED_WARPS * self.n_tiles * self.run * layout.bytes
         count = min((GROUPED_SHARED - fixed) // stage, MAX_GROUPED_STAGES)
         return count, fixed + count * stage
 
     def shared(self, rows: int, inputs: int, layout: Layout) -> int:
-        return self.stages(rows, inputs, layout)[1]
+        return self.stages(inputs, layout)[1]
 
     def sizes(self, rows: int, inputs: int, layout: Layout) -> dict[str, jit.Size]:
         of = dict(N_TILES=self.n_tiles, WARPS=GROUPED_WARPS, RUN=self.run, BLOCKS=GROUPED_BLOCKS)
-        return dict(R=rows, STAGES=self.stages(rows, inputs, layout)[0], **of)
+        return dict(STAGES=self.stages(inputs, layout)[0], **of)
 
     def grid(self, rows: int, outputs: int, layout: Layout, num_sms: int) -> Grid:
         return Grid(min(-(-outputs // N_TILE) // self.n_tiles, GROUPED_BLOCKS * num_sms), GROUPED_WARPS * 32)
 
 
-def grouped_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[GroupedConfig]:
+def grouped_configs(inputs: int, layout: Layout, gated: bool) -> Iterator[GroupedConfig]:
     """All that the kernel takes, which are runs that are whole and of which enough stages fit, the longest first."""
-    group = dict(layout.sizes).get("GROUP", 0)
-    if layout.header != "super_blocks" or not 0 < rows <= GROUPED_ROWS or inputs % layout.inputs:
+    if layout.header != "super_blocks" or inputs % layout.inputs:
         return
-    columns = rows if rows < 3 else GROUPED_ROWS  # of a group, as tensor cores have them
-    unit, packed_tiles = 8 // columns * group, inputs // layout.inputs
+    unit, packed_tiles = 8 * int(dict(layout.sizes)["GROUP"]), inputs // layout.inputs
     for run in RUNS:
         config = GroupedConfig(1 + gated, run)
         whole = packed_tiles % run == run * layout.inputs % unit == unit % layout.inputs == 0
-        if whole and config.stages(rows, inputs, layout)[0] >= LEAST_GROUPED_STAGES:
+        if whole and config.stages(inputs, layout)[0] >= LEAST_GROUPED_STAGES:
             yield config
 
 

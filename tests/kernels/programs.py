@@ -92,8 +92,8 @@ def e4m3_experts_of(dtype, inputs, outputs, config, act, bias, alike):
     return "e4m3_experts", dict(T=dtype, **quantized_experts.sizes(stack, config, act, 1, bias))
 
 
-def by_groups(rows, inputs, config, gate, bias, layout):
-    return packed_gemm.sizes(rows, inputs, GroupedConfig(*config), gate, bias, layout)
+def by_groups(inputs, config, gate, bias, layout):
+    return packed_gemm.sizes(1, inputs, GroupedConfig(*config), gate, bias, layout)
 
 
 def quantized_pipeline_of(inputs, outputs, act, bias, layout):
@@ -206,11 +206,11 @@ PROGRAMS = [
     ("dequantize_tiles", dict(T=torch.bfloat16, **packed_gemm.dequantize_sizes(4096, E4M3))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "", False, Q4_K))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 2, 2), "silu", True, Q6_K))),
-    ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(1, 4096, (2, 4), "silu", False, Q4_K))),
-    ("grouped_gemv", dict(T=torch.float16, **by_groups(1, 14336, (1, 2), "", True, Q6_K))),
-    ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(3, 4096, (1, 4), "", True, Q4_1))),
-    ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(1, 4096, (1, 4), "", False, Q5_K))),
-    ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(1, 4096, (1, 4), "", False, IQ4_XS))),
+    ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(4096, (2, 4), "silu", False, Q4_K))),
+    ("grouped_gemv", dict(T=torch.float16, **by_groups(14336, (1, 2), "", True, Q6_K))),
+    ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(4096, (1, 4), "", True, Q4_1))),
+    ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(4096, (1, 4), "", False, Q5_K))),
+    ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(4096, (1, 4), "", False, IQ4_XS))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 256, True), "silu", True, Q4_K))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 14336, (32, 512), "", True, Q4_K))),
     ("quantized_gemm", dict(T=torch.float16, **quantized_gemm_of(8, 14336, (32, 256, True), "", True, Q4_K))),

@@ -150,33 +150,32 @@ def test_gated_gemv(rows, outputs, inputs, form, launched):
 
 
 GROUPED = in_types(
-    [(1, 40, 4096, 4, "q4_k"), (1, 40, 1280, 2, "q6_k"), (2, 49, 1280, 2, "q5_k")],
-    (3, 33, 512, 4, "q4_k"),
-    (1, 33, 1024, 4, "q4_1"),
-    (1, 33, 1024, 4, "iq4_xs"),
-    (2, 33, 1024, 4, "tq2_0"),
-    (2, 33, 1280, 4, "q6_k"),
-    (4, 33, 1280, 2, "q4_1"),
+    [(40, 4096, 4, "q4_k"), (40, 1280, 2, "q6_k"), (49, 1280, 4, "q5_k")],
+    (33, 512, 4, "q4_k"),
+    (33, 1024, 4, "q4_1"),
+    (33, 1024, 4, "iq4_xs"),
+    (33, 1024, 4, "tq2_0"),
+    (33, 1280, 4, "q6_k"),
 )
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("rows, outputs, inputs, run, form, dtype", GROUPED)
-def test_grouped(rows, outputs, inputs, run, form, dtype, launched, monkeypatch):
+@pytest.mark.parametrize("outputs, inputs, run, form, dtype", GROUPED)
+def test_grouped(outputs, inputs, run, form, dtype, launched, monkeypatch):
     """Blocks have several tiles, the last one is not whole, and the rings go round."""
     monkeypatch.setattr(quantized_gemm, "MAX_GROUPED_STAGES", 2)
     monkeypatch.setattr(packed_gemm, "device_caps", lambda device: H200._replace(num_sms=1))
-    (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
+    (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(1, outputs, inputs, dtype)
     want = x.double() @ weight.T
     near(packed_gemm.gemm(x, packed, GroupedConfig(1, run)), want)
     near(packed_gemm.gemm(x, packed, GroupedConfig(1, run), bias=bias), want + bias.double())
     assert launched == ["grouped_gemv"] * 2
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("rows, form", [(1, "q4_k"), (3, "q4_k"), (2, "q6_k")])
-def test_gated_grouped(rows, form, launched):
-    (packed, weight), (x, bias) = make(128, 512, form), inputs_of(rows, 128, 512, torch.bfloat16)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("form", ["q4_k", "q6_k"])
+def test_gated_grouped(form, launched):
+    (packed, weight), (x, bias) = make(128, 512, form), inputs_of(1, 128, 512, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
     near(packed_gemm.gemm(x, packed, GroupedConfig(2, 4), "silu", bias), gate(want, x.dtype))
 
