@@ -4,10 +4,10 @@
 // packed tiles takes one operation.
 //
 // A tile has 64 GROUPS outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile and each
-// a part of the inputs, and they add their sums up through each other's shared memory. Else a cluster has SHARE tiles
-// side by side of each of OVER runs of rows: of x that SHARE blocks have in common, and of W that OVER blocks do, each
-// brings a part to all of them, as the second-level cache bounds tiles that are read alone; and a cluster goes on to
-// further tiles, whose first chunks come while the sums of the tile before are stored.
+// a part of the inputs, and they add their sums up through each other's shared memory. Else a cluster has a tile of each
+// of OVER runs of rows, and each of its blocks brings a part of W to all of them, as the second-level cache bounds tiles
+// that are read alone; and a cluster goes on to further tiles, whose first chunks come while the sums of the tile before
+// are stored.
 //
 // One warp has copies bring chunks of 128 inputs of W and of x to shared memory, STAGES ahead; as much of W as fits
 // before the kernel's predecessor has ended. e4m3_ring.cuh has what multiplies them. With GATED, W is a gate matrix
@@ -15,16 +15,17 @@
 // lies there.
 #include "e4m3_ring.cuh"
 
+static_assert(SHARE == 1);
 constexpr int PITCH = M + 4;  // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
 #include "wgmma_tile.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The tiles of this block's cluster, one after the other.
 struct Tiles {
-    int row_tiles, columns, height, count;  // columns: of runs of OUTS * SHARE outputs; count: of this cluster's
+    int row_tiles, columns, height, count;  // count: of this cluster's
 
     __device__ Tiles(int rows, int width, int height) : height(height) {
-        row_tiles = (rows + height - 1) / height, columns = (width + OUTS * SHARE - 1) / (OUTS * SHARE);
+        row_tiles = (rows + height - 1) / height, columns = (width + OUTS - 1) / OUTS;
         const int all = (row_tiles + OVER - 1) / OVER * columns, clusters = gridDim.x / CLUSTER;
         count = (all - (int)blockIdx.x / CLUSTER + clusters - 1) / clusters;
     }
@@ -53,8 +54,7 @@ struct Walk {
 // The tiles' parts of W and of x, chunk by chunk, by one lane.
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
                                Barrier* empty, const Tiles& tiles, int n_tiles) {
-    const int column = cluster_rank() % SHARE, over = cluster_rank() / SHARE % OVER;  // this block's place, if they share
-    const int height = tiles.height;
+    const int over = cluster_rank() % OVER, height = tiles.height;  // over: this block's place, if they share W
     constexpr int RUN = GATED ? 1 : 2;  // half packed tiles that are consecutive in memory and in the ring
     auto ask = [&](const Walk& at) {  // for a chunk's part of W
         Barrier* const barrier = full + at.pipe.stage;
@@ -67,20 +67,14 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
             const unsigned char* const from =
                 weight + ((long long)there * K_TILES + at.tile.rank * CHUNKS + at.chunk) * PACKED_BYTES + half % 2 * HALF_BYTES;
             if constexpr (OVER > 1)
-                bulk_load_multicast(to, from, RUN * HALF_BYTES, barrier, (1 << column) * (SHARE > 1 ? 5 : 3));
+                bulk_load_multicast(to, from, RUN * HALF_BYTES, barrier, 3);
             else
                 bulk_load(to, from, RUN * HALF_BYTES, barrier);
         }
     };
     auto ask_x = [&](const Walk& at) {
-        Barrier* const barrier = full + at.pipe.stage;
-        const int chunk = at.tile.rank * CHUNKS + at.chunk, part = height / SHARE;
-        const unsigned to = ring + at.pipe.stage * STAGE;
-        const int input = chunk * (SPAN / 2);  // in elements of two bytes
-        if constexpr (SHARE > 1)
-            tma_load_multicast(to + column * part * SPAN, of_x, input, at.tile.row + column * part, barrier, 3 << 2 * over);
-        else
-            tma_load(to, of_x, input, at.tile.row, barrier);
+        const int chunk = at.tile.rank * CHUNKS + at.chunk;  // SPAN / 2: in elements of two bytes
+        tma_load(ring + at.pipe.stage * STAGE, of_x, chunk * (SPAN / 2), at.tile.row, full + at.pipe.stage);
     };
     Walk first(tiles), next(tiles);
     fill_ring(first, next, empty, ask, ask_x);
@@ -140,7 +134,7 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
     const int thread = threadIdx.x, width = GATED ? outputs / 2 : outputs;
-    if (thread == 0) init_ring(full, empty, THREADS / 32 * SHARE * OVER);
+    if (thread == 0) init_ring(full, empty, THREADS / 32 * OVER);
     if constexpr (CLUSTER > 1)
         cluster_sync();  // the others' barriers are there, too
     else

@@ -23,18 +23,13 @@ HEADER = "e4m3_wide"  # of the format
 UNIT = 128  # inputs of a packed tile, and of a chunk
 TILE_BYTES = N_TILE * (UNIT + 4)  # of a packed tile
 LEAST_ROWS = 33
-TILES = (  # outputs and rows of a tile, and rows of a matmul; split, share and over
-    ((64, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
-    ((128, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
-    ((192, 64, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1))),
-    ((256, 64, 64), ((1, 1, 1), (2, 1, 1))),
-    ((128, 128, 128), ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2))),
-    ((192, 128, 128), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
-    ((192, 128, 64), ((1, 1, 1), (1, 1, 2))),
-    ((128, 192, 96), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
-    ((128, 192, 192), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
-    ((128, 256, 128), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
-    ((128, 256, 64), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+TILES = (  # outputs and rows of a tile, and rows of a matmul; split and over
+    ((64, 64, 64), ((1, 1), (2, 1))),
+    ((128, 64, 64), ((1, 1), (2, 1))),
+    ((256, 64, 64), ((1, 1),)),
+    ((128, 128, 128), ((1, 1), (2, 1), (1, 2))),
+    ((128, 192, 192), ((1, 1), (1, 2))),
+    ((128, 256, 128), ((1, 1), (1, 2))),
 )
 MANY_ROWS = 512  # for which tiles of 64 rows are no choice
 # The tile that reads shared memory least is chosen where a GPU's power is the bound, whatever `time` estimates. Beside
@@ -51,7 +46,7 @@ class E4m3Config(NamedTuple):
     outputs: int  # of a tile
     rows: int  # of a tile, at most
     split: int  # blocks of a cluster that share a tile, each a part of its inputs
-    share: int = 1  # tiles of a cluster that have rows in common
+    share: int = 1  # tiles of a cluster that have rows in common: of experts alone
     over: int = 1  # tiles of a cluster that have weights in common
     matmul: int = 0  # rows of a matmul; 0: the tile's, at most 128
 
@@ -68,9 +63,8 @@ class E4m3Config(NamedTuple):
         return min(alike, 2 if self.rows > self.n else 4)
 
     def height(self, rows: int) -> int:
-        """Rows of a tile, about as many in each: multiples of 4, and of 8 for shares of x."""
-        unit = 16 if self.share > 1 else 4
-        return -(-rows // (unit * -(-rows // self.rows))) * unit
+        """Rows of a tile, about as many in each, a multiple of 4."""
+        return -(-rows // (4 * -(-rows // self.rows))) * 4
 
     def row_tiles(self, rows: int) -> int:
         """Some of them may have no row."""
@@ -78,7 +72,7 @@ class E4m3Config(NamedTuple):
 
     def blocks(self, rows: int, outputs: int) -> int:
         """One for each tile, and each part of its inputs."""
-        return -(-outputs // (self.outputs * self.share)) * self.share * self.row_tiles(rows) * self.split
+        return -(-outputs // self.outputs) * self.row_tiles(rows) * self.split
 
     def stages(self) -> tuple[int, int]:
         """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
@@ -100,7 +94,7 @@ class E4m3Config(NamedTuple):
         blocks = self.blocks(rows, outputs)
         if self.split == 1:  # a cluster goes on to further tiles
             blocks = min(blocks, blocks_at_once(self.cluster, num_sms))
-        return Grid(blocks, self.outputs * 2 + 128, self.cluster, self.height(rows), self.share)
+        return Grid(blocks, self.outputs * 2 + 128, self.cluster, self.height(rows))
 
 
 def chosen(rows: int, layout: Layout, caps: DeviceCaps) -> bool:
@@ -134,8 +128,8 @@ def configs(rows: int, inputs: int, alike: int, gated: bool) -> Iterator[E4m3Con
     for (outputs, height, matmul), clusters in TILES:
         if height >= 2 * max(rows, 65) or (rows > MANY_ROWS and height == 64):
             continue
-        for cluster in clusters:
-            config = E4m3Config(outputs, height, *cluster, matmul)
+        for split, over in clusters:
+            config = E4m3Config(outputs, height, split, over=over, matmul=matmul)
             even = outputs // (1 + gated) % (4 * config.split) == 0
             if even and inputs % (UNIT * config.run(alike) * config.split) == 0 and config.over <= -(-rows // height):
                 yield config
@@ -206,7 +200,7 @@ def time(config: E4m3Config, rows: int, outputs: int, inputs: int, alike: int, n
             multiplied,
             alone,
             (weights + of_x) / costs.ingest,
-            (weights / config.over + of_x / config.share) * count / costs.second_level,
+            (weights / config.over + of_x) * count / costs.second_level,
             weights * count / config.row_tiles(rows) / costs.memory,
         )
         chunk = sum(part**costs.together for part in parts) ** (1 / costs.together)

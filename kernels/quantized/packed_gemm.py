@@ -122,7 +122,7 @@ def gemm(
     counts: tuple[int, ...] = (outputs,)
     if grid.box:
         width = given.shape[1] * given.itemsize // 2  # in elements of two bytes
-        of_x = jit.tensor_map(given.data_ptr(), rows, width, grid.box // grid.share, width)
+        of_x = jit.tensor_map(given.data_ptr(), rows, width, grid.box, width)
         counts = (rows, outputs) if isinstance(config, TileConfig) else (rows, outputs, grid.box)
     args = of_x, *scales, packed.tiles, y if bias is None else bias, y, *counts
     source = SOURCES[type(config)]

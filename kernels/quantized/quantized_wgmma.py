@@ -27,7 +27,6 @@ class Grid(NamedTuple):
     threads: int
     cluster: int = 1  # blocks of one
     box: int = 0  # rows of x that TMA brings at once; 0: the kernel reads x itself
-    share: int = 1  # blocks that bring a box together
 
 
 class WgmmaConfig(NamedTuple):

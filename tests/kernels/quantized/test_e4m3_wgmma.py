@@ -83,7 +83,7 @@ def test_configs():
     for rows in (65, 100, 128, 129, 256, 8191):
         for config in e4m3_wgmma.configs(rows, 4096, 4, True):
             height = config.height(rows)
-            assert height % (16 if config.share > 1 else 4) == 0 and height <= config.rows
+            assert height % 4 == 0 and height <= config.rows
             assert config.row_tiles(rows) * height >= rows and config.stages()[1] <= 227 << 10
     assert {config.split for config in e4m3_wgmma.configs(100, 384, 1, False)} == {1}
     assert {config.split for config in e4m3_wgmma.configs(100, 1536, 4, False)} == {1}
@@ -101,7 +101,7 @@ def test_configs():
     assert [E4m3Config(128, 256, 1).run(alike) for alike in (1, 2, 4)] == [1, 2, 2]
     assert [E4m3Config(128, 192, 1, matmul=192).run(alike) for alike in (2, 4)] == [2, 4]
     assert E4m3Config(128, 128, 1).blocks(8191, 4096) == 32 * 64
-    assert E4m3Config(128, 128, 1, 2, 2).blocks(257, 4097) == 34 * 4
+    assert E4m3Config(128, 128, 1, over=2).blocks(257, 4097) == 33 * 4
 
 
 def test_choice_by_measured_times():

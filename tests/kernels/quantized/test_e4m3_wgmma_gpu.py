@@ -68,7 +68,7 @@ def test_every_config(outputs, inputs, unit, gate, dtype, tile, clusters):
     bias = torch.randn(outputs, device="cuda").to(dtype)
     every = e4m3_wgmma.configs(257, inputs, alike, bool(gate))
     configs = [config for config in every if (config.outputs, config.rows, config.n) == tile]
-    wanted = [split for split, _, _ in clusters if inputs % (split * 512) == 0]  # 512: the run of most tiles
+    wanted = [split for split, _ in clusters if inputs % (split * 512) == 0]  # 512: the run of most tiles
     assert len(configs) >= len(wanted) - 1
     sizes = [packed_gemm.sizes(0, inputs, config, gate, True, packed.layout) for config in configs]
     jit.compile_ahead([jit.variant("e4m3_wgmma", dtype, **one) for one in sizes], torch.device("cuda"))
