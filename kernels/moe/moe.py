@@ -25,7 +25,7 @@ from ..gemm.linear import gated_linear, linear
 from ..quantized.floats import Floats
 from ..quantized.linear import dequantize
 from ..quantized.stack import Stack
-from . import expert_mlp, experts_cpu, plain_experts, quantized_experts
+from . import expert_mlp, host_experts, plain_experts, quantized_experts
 from .group import LocalExperts, local_ids
 
 Matrices = Tensor | Floats | Stack  # [E, outputs, inputs]
@@ -277,8 +277,8 @@ def plain(stack: Matrices, dtype: torch.dtype) -> Tensor:
 def on_cpu(given: Inputs) -> Tensor:
     """In one call where there are kernels for it; else expert by expert, each with all of its tokens."""
     x, ids, weights, w13, w2, act, biases, local_experts, gated = given
-    if experts_cpu.supports(x, ids, w13, w2):
-        return experts_cpu.experts(given._replace(ids=ids.contiguous(), weights=weights.contiguous()))
+    if host_experts.supports(x, ids, w13, w2):
+        return host_experts.experts(given._replace(ids=ids.contiguous(), weights=weights.contiguous()))
     k, experts = ids.shape[1], w13.shape[0]
     local = local_ids(ids, experts, local_experts)
     sorted_ids = local.argsort(stable=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from ....kernels import jit
 from ....kernels.moe import host_exchange
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
-from ....kernels.moe.host_experts import Experts, HostRouted, host_biases
+from ....kernels.moe.host_experts import Experts, HostRouted, computed_in
 from ....kernels.moe.moe import Biases, Inputs, LocalExperts, fused_experts
 from ....kernels.segmented_graph import on_host
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept, SharedBuffers, Sums
@@ -70,7 +70,7 @@ class HostExperts:
         self.biases = _each(biases, lambda x: x.roll(-self.fixed, 0) if self.fixed else x)
         self.device = shared.streamer.device
         self.on_gpu = self.device.type == "cuda"
-        self.biases_of_all = host_biases(biases)  # in the router's order
+        self.biases_of_all = _each(biases, lambda x: x.cpu().to(computed_in(x.dtype)))  # in the router's order
         self.host_biases = _each(self.biases_of_all, lambda x: x[self.fixed :])
         self.set = Residency.of_first(self.local_experts.size, slots.stack.size - self.fixed)
         self._steps = 0
@@ -234,7 +234,7 @@ class HostExperts:
     def _by_cpu(self, view: HostView, tokens: int) -> Tensor:
         """The CPU's output of the experts that are chosen for it, in the view's pinned memory: [tokens, H] f32."""
         made = view.made[:tokens]
-        if tokens <= KEPT and self.layer.computes(view.x.dtype):
+        if tokens <= KEPT:
             self._kept(view, tokens).run(torch.get_num_threads())
             return made
         fresh = self._pairs(view, tokens)

@@ -13,7 +13,7 @@ from ....kernels import host_memory
 from ....kernels.cpp import ops
 from ....kernels.moe import host_exchange
 from ....kernels.moe.host_exchange import Made
-from ....kernels.moe.host_experts import Experts, HostRouted, Round, computes
+from ....kernels.moe.host_experts import Experts, HostRouted, Round
 from ....kernels.moe.moe import Biases
 from ....kernels.quantized import gpu_layout
 from .host_steps import Counters, Steps
@@ -145,18 +145,11 @@ class HostStack:
         made = [gpu_layout.repack_for_gpu(one) for one in first] if device.type == "cuda" else first
         self.same = all(a is b for a, b in zip(first, made, strict=True))  # on the device
         self.here, self.there = Layout(mine), Layout([gpu_layout.parts(one) for one in made])
-        self._computes: dict[torch.dtype, bool] = {}
 
     @property
     def form(self) -> Hashable:
         """Equal of layers whose experts look alike."""
         return self.here.key, self.there.key
-
-    def computes(self, dtype: torch.dtype) -> bool:
-        """Whether the CPU has operations for x of this dtype."""
-        if dtype not in self._computes:
-            self._computes[dtype] = computes(torch.empty(0, dtype=dtype), self.stack)
-        return self._computes[dtype]
 
 
 class Layout:

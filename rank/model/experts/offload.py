@@ -20,10 +20,9 @@ from ....errors import USAGE, FatalError
 from ....kernels import host_memory
 from ....kernels.cpp import ops
 from ....kernels.moe.host_choice import TIMED_ROWS, Costs
-from ....kernels.moe.host_experts import Experts, HostRouted, computes
+from ....kernels.moe.host_experts import Experts, HostRouted, multiplies
 from ....kernels.moe.moe import UNBIASED, Biases, LocalExperts, Matrices, plain
 from ....kernels.quantized import gpu_layout
-from ....kernels.quantized.floats import Floats
 from ..batch import Batch
 from ..weights.slicing import ShardedModule
 from .deferral import Deferral
@@ -278,10 +277,10 @@ class Offload:
         )
 
     def _form(self, one: StackedLinear) -> Matrices:
-        """The form in host memory: what the device has no form of, dequantised."""
+        """The form in host memory: dequantised what the device has no form of, or C++ no operations for."""
         held = one.matrices
-        odd = self.device.type == "cuda" and isinstance(held, Floats)  # as of codes that are no numbers
-        return plain(held, self.dtype) if odd or one.becomes_plain(self.device) else held
+        known = (isinstance(held, Tensor) or multiplies(held)) and not one.becomes_plain(self.device)
+        return held if known else plain(held, self.dtype)
 
     def _stays(self, x: Tensor) -> bool:
         """Whether it is pinned, or would be there twice if it was copied."""
@@ -364,7 +363,7 @@ def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: It
     x, out = torch.ones(rows, stack.stack.w2.shape[1], dtype=dtype), torch.empty(rows, stack.stack.w2.shape[1])
     ids, at = torch.zeros(rows, few, dtype=torch.int32), torch.full((experts,), -1)
     fresh = functools.partial(HostRouted, x, ids, torch.ones(ids.shape), act)
-    work, kept = HostWork(), computes(x, stack.stack)
+    work = HostWork()
     threads = max(1, ops.others()) if rows < KEPT else torch.get_num_threads()
 
     def run() -> float:
@@ -372,12 +371,7 @@ def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: It
         ids[:], at[:] = chosen.int(), -1
         at[chosen] = chosen
         started = time.perf_counter()
-        if kept:
-            work.of(stack, at, fresh, UNBIASED, out).run(threads)
-        else:
-            pairs = fresh()
-            pairs.add(stack.stack, at, ids.numel())
-            pairs.sum(out)
+        work.of(stack, at, fresh, UNBIASED, out).run(threads)
         return (time.perf_counter() - started) / few
 
     return run

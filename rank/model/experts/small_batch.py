@@ -84,9 +84,9 @@ class SmallBatch:
             self._slots = Slots(host_exchange.table(parts, device), table, expert_in, none)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Whether the exchange and the CPU take x of this dtype."""
+        """Whether the exchange takes x of this dtype."""
         hidden = self.layer.stack.w2.shape[1]
-        return hidden % 4 == 0 == hidden * dtype.itemsize % 16 and self.layer.computes(dtype)
+        return hidden % 4 == 0 == hidden * dtype.itemsize % 16
 
     def _arrivals(self, routed: int) -> Slots | None:
         """The slots in which an expert becomes resident in a step that is launched for so many routed tokens, of which

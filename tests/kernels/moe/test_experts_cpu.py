@@ -4,7 +4,7 @@ import pytest
 import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.cpp.scratch import Scratch
-from phalanx.kernels.moe import experts_cpu, moe
+from phalanx.kernels.moe import host_experts, moe
 from phalanx.kernels.moe.moe import Biases, LocalExperts
 from phalanx.kernels.quantized import affine, e4m3, int8_planes_cpu
 from phalanx.kernels.quantized.int8_codes import q8_0
@@ -46,7 +46,7 @@ def test_experts(up, down):
         w13, w2 = quantised(given.w13.nan_to_num(1)[here], up), quantised(given.w2.nan_to_num(1)[here], down)
         for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
             x, biases = given.x.to(dtype), Biases(*(torch.randn(one.shape[:2]).to(dtype) for one in (w13, w2)))
-            assert experts_cpu.supports(x, given.ids, w13, w2)
+            assert host_experts.supports(x, given.ids, w13, w2)
             case = moe.Inputs(x, given.ids, given.weights, w13, w2, "silu", biases, local_experts)
             got, wide = moe.fused_experts(case), Biases(*(one.float() for one in biases))
             want = fused_experts_reference(case._replace(x=x.float(), biases=wide))
@@ -62,15 +62,15 @@ def test_a_prompt_is_taken_in_parts(monkeypatch):
     w13, w2 = quantised(given.w13, q4_k), quantised(given.w2, q6_k)
     case = given._replace(w13=w13, w2=w2)
     whole = moe.fused_experts(case)
-    monkeypatch.setattr(experts_cpu, "MAX_ROWS", 4)
+    monkeypatch.setattr(host_experts, "MAX_ROWS", 4)
     monkeypatch.setattr(int8_planes_cpu, "max_rows", lambda dtype: 20)
-    parts, run = [], experts_cpu._experts
-    monkeypatch.setattr(experts_cpu, "_experts", lambda one: parts.append(len(one.x)) or run(one))
+    parts, run = [], host_experts._experts
+    monkeypatch.setattr(host_experts, "_experts", lambda one: parts.append(len(one.x)) or run(one))
     # To the bit but on AVX2 without VNNI, which converts codes to f32 from three rows on (blocks.h).
     torch.testing.assert_close(moe.fused_experts(case), whole, rtol=1e-5, atol=1e-5)
     assert parts == [8] * 5
-    assert not experts_cpu.supports(given.x.repeat(2, 1), given.ids.repeat(2, 1), w13, w2)
-    assert not experts_cpu.supports(given.x, given.ids, w13, quantised(given.w2, e4m3)), "no int8 planes"
+    assert not host_experts.supports(given.x.repeat(2, 1), given.ids.repeat(2, 1), w13, w2)
+    assert not host_experts.supports(given.x, given.ids, w13, quantised(given.w2, e4m3)), "no int8 planes"
 
 
 @needs_compiler
@@ -84,12 +84,12 @@ def test_plain_experts(dtype, bound):
         here = slice(local_experts.first, local_experts.first + local_experts.size) if local_experts else slice(None)
         w13, w2 = given.w13[here].contiguous(), given.w2[here].contiguous()
         biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) for one in (w13, w2)))
-        assert experts_cpu.supports(given.x, given.ids, w13, w2)
+        assert host_experts.supports(given.x, given.ids, w13, w2)
         given = given._replace(w13=w13, w2=w2, biases=biases, local_experts=local_experts)
         got, want = moe.fused_experts(given), fused_experts_reference(given).float()
         assert got.dtype == dtype and ((got.float() - want).norm() / want.norm()).item() < bound, sizes
     many = torch.zeros(65, 64, dtype=dtype)
-    assert not experts_cpu.supports(many, torch.zeros(65, 1, dtype=torch.int32), w13, w2), "torch is faster"
+    assert not host_experts.supports(many, torch.zeros(65, 1, dtype=torch.int32), w13, w2), "torch is faster"
 
 
 @needs_compiler
@@ -106,11 +106,11 @@ def test_weights_of_16_bits_make_what_they_make_in_f32(kept):
         small = [one.to(kept) for one in (given.w13, given.w2)]
         biases = Biases(*(torch.randn(one.shape[:2]) for one in small))
         case = given._replace(w13=small[0], w2=small[1], biases=biases)
-        assert experts_cpu.supports(case.x, case.ids, case.w13, case.w2) == (sizes.tokens < 700)
+        assert host_experts.supports(case.x, case.ids, case.w13, case.w2) == (sizes.tokens < 700)
         got, want = (moe.fused_experts(case._replace(w13=a, w2=b)) for a, b in (small, [one.float() for one in small]))
         assert got.dtype == torch.float32
         assert torch.equal(got, want) if exact else ((got - want).norm() / want.norm()).item() < 1e-6, sizes
-    assert not experts_cpu.supports(given.x.to(kept), given.ids, given.w13, given.w2), "f32 under 16 bits"
+    assert not host_experts.supports(given.x.to(kept), given.ids, given.w13, given.w2), "f32 under 16 bits"
 
 
 @needs_compiler
@@ -122,7 +122,7 @@ def test_a_row_of_x_with_a_pitch_and_outputs_that_blocks_do_not_divide():
     odd = quantised(torch.randn(4, 44, 96), q8_0)
     assert odd.packed.outputs == 4 * 48 and odd.expert(3, torch.float32).shape == (44, 96)
     y, offsets = torch.empty(5, 44), torch.tensor([0, 2, 2, 2, 5], dtype=torch.int32)
-    ops.run(*experts_cpu.linear(rows, odd, odd.shape[:2], offsets, None, y, Scratch(len(rows))))
+    ops.run(*host_experts.linear(rows, odd, odd.shape[:2], offsets, None, y, Scratch(len(rows)), torch.arange(4)))
     want = torch.cat((rows[:2] @ odd.expert(0, torch.float32).T, rows[2:] @ odd.expert(3, torch.float32).T))
     torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-5)
     given = moe.Inputs(rows, ids, weights, w13, w2)
@@ -135,7 +135,7 @@ def test_without_a_compiler_and_of_many_tokens(monkeypatch, up, down):
     torch.manual_seed(0)
     given = make(SIZES[1], torch.float32)
     w13, w2 = quantised(given.w13.nan_to_num(1), up), quantised(given.w2.nan_to_num(1), down)
-    monkeypatch.setattr(experts_cpu, "supports", lambda *_: False)
+    monkeypatch.setattr(host_experts, "supports", lambda *_: False)
     got = moe.fused_experts(given._replace(w13=w13, w2=w2))
     want = fused_experts_reference(given._replace(w13=plain(w13), w2=plain(w2)))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from phalanx.kernels.activation.activation import ACTIVATIONS, clamped_swiglu
-from phalanx.kernels.moe import host_experts
 from phalanx.kernels.moe.host_experts import Experts, HostRouted
 from phalanx.kernels.moe.moe import Biases, Inputs, LocalExperts
 from phalanx.kernels.quantized import e4m3, gpu_layout
@@ -31,17 +30,14 @@ def rounds(case, cuts):
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", CASES, ids=str)
-def test_sums(monkeypatch, sizes, dtype, compiled):
-    if not compiled:
-        monkeypatch.setattr(host_experts.ops, "takes", lambda x: False)
+def test_sums(sizes, dtype):
     case = make(sizes, dtype)
     want = fused_experts_reference(case)
     one = rounds(case, 1)
     close(one.to(dtype), want, dtype, atol=2e-5 if dtype == torch.float32 else 3e-2)
-    if compiled and dtype == torch.float32:
+    if dtype == torch.float32:
         assert all(torch.equal(rounds(case, cuts), one) for cuts in (2, 3))  # bit by bit, in any rounds
 
 

@@ -187,7 +187,7 @@ def test_what_is_chosen_again_and_again_becomes_resident(path, monkeypatch, copy
         assert counters.streamed == 0 and counters.resident + counters.cpu == 12 * layer.top_k
 
 
-@pytest.mark.parametrize("other", ["", "slow", "cpu", "stream", "none resident", "arrive", "permutations", "computes"])
+@pytest.mark.parametrize("other", ["", "slow", "cpu", "stream", "none resident", "arrive", "permutations"])
 def test_when_the_cpu_serves_alone(path, monkeypatch, other):
     """The fewest pairs: where it is fast enough, one that becomes resident can come, and there are operations."""
     placement = other if other in ("cpu", "stream") else "auto"
@@ -199,10 +199,8 @@ def test_when_the_cpu_serves_alone(path, monkeypatch, other):
         monkeypatch.setattr(host_exchange, other, lambda parts: False)
     if other == "permutations":
         monkeypatch.setattr(host.shared.streamer, other, lambda layer: [])
-    if other == "computes":
-        monkeypatch.setattr(host.layer, other, lambda dtype: False)
-    assert (host.small_batch._arrivals(1) is not None) == (other in ("", "computes"))
-    assert host.small_batch.supports(torch.float32) == (other != "computes")
+    assert (host.small_batch._arrivals(1) is not None) == (other == "")
+    assert host.small_batch.supports(torch.float32)
 
 
 @torch.no_grad()
