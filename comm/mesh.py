@@ -30,7 +30,7 @@ class Mesh:
     tensor: Comm  # tensor-parallel group: the ranks that share this pipeline stage's layers
     pipe: Comm  # pipeline group: one rank of each pipeline stage, by its number. Activations go forward on it
     feedback: Comm  # the same ranks as pipe: sampled ids go back from the last pipeline stage to the first
-    ep: int = 1  # neighbours of the tensor group that hold different experts; it divides its size. 0: it is measured
+    ep: int = 1  # neighbours of the tensor group that hold different experts; it divides its size
     # Further groups, by what they are for. A job makes each once, not with every model: nothing frees a communicator.
     groups: dict[str, HostComm] = field(default_factory=dict, repr=False, compare=False)
 

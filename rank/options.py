@@ -293,8 +293,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                       help="replicas of the model, each on tp * pp ranks"),
     ] = 0  # fmt: skip
     ep: Annotated[
-        int, launcher("--ep", "--expert-parallel-size", group=_RANKS, metavar="N", low=0,
-                      help="ranks of tp that divide the experts; 1: each is split; 0: measured"),
+        int, launcher("--ep", "--expert-parallel-size", group=_RANKS, metavar="N", low=1,
+                      help="ranks of tp that divide the experts; 1: each is split"),
     ] = 1  # fmt: skip
     multithread: Annotated[
         bool, launcher("--multithread", group=_RANKS, off=("--no-multithread",),

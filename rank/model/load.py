@@ -28,7 +28,6 @@ from .base import BESIDE, Args, Model, SeeingArgs
 from .choices import DTYPES, choose_dtype, model_length
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
-from .experts.measured import build_measured
 from .experts.offload import ON_DEVICE, OffloadOptions, overflowing
 from .formats import dense
 from .formats._in_situ import InSituPart
@@ -108,8 +107,7 @@ def load(
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
     length = model_length(max_model_len, config, speaks) if draft is None else max_model_len  # the target's
-    build = partial(_build, config, length, index, Wanted(isq, quantization, dtype, images), device, draft=draft)
-    mesh, model = build_measured(build, mesh, DTYPES[chosen], device, bool(experts))
+    model = _build(config, length, index, Wanted(isq, quantization, dtype, images), device, mesh, draft)
     if draft is None:
         _check_experts(model, mesh, experts)
     if speaks and isq != "none":
@@ -280,7 +278,6 @@ def check(
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
-    mesh = dataclasses.replace(mesh, ep=mesh.ep or 1)
     index = read_index(config.path) if load_format != "dummy" else None
     wanted = Wanted(isq, quantization, "f32")  # which changes nothing of what is refused
     model = _build(config, model_length(max_model_len, config), index, wanted, torch.device("cpu"), mesh)

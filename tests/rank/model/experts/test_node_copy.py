@@ -1,6 +1,5 @@
 """Replicas of one node have their experts in host memory once."""
 
-import dataclasses
 import threading
 from collections import Counter
 from functools import partial
@@ -77,14 +76,12 @@ def test_ranks_of_other_nodes_have_their_own(made, monkeypatch):
 
 
 def test_a_job_makes_the_group_once():
-    """Also where each model's expert degree is measured, and the mesh made anew."""
-
     def rank(world):
-        grid = mesh.build(world, 1, 1, ep=0)
-        groups = [node_copy.sharers(one) for one in (grid, grid, dataclasses.replace(grid, ep=1))]
+        grid = mesh.build(world, 1, 1)
+        groups = [node_copy.sharers(grid) for _ in range(2)]
         return [one is groups[0] and one.size == 2 for one in groups]
 
-    assert threads.run(rank, 2) == [[True] * 3] * 2
+    assert threads.run(rank, 2) == [[True] * 2] * 2
 
 
 @pytest.mark.parametrize("device, told", [
