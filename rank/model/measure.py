@@ -12,12 +12,13 @@ if __name__ == "__main__":
     gc.disable()  # imports make no garbage, and thousands of modules are built, which it would go through in vain
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
 import sys
 from collections.abc import Iterator
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -28,13 +29,18 @@ from ...errors import FatalError
 from ...kernels.cpp import compiler
 from ...kernels.gemm.linear import PACK_FROM
 from ...kernels.quantized import cuda_layouts, e4m3
+from ..checkpoint_files import read_index
 from ..gguf import checkpoint
 from ..vision import CPU_PIXELS
 from . import architectures
-from .base import Model, Tower
+from .base import Model, SeeingArgs, Tower
 from .cache_spec import block_bytes, cache_dtype, row_bytes
 from .choices import DTYPES, choose_dtype, choose_format, choose_plain, names_of
 from .config import Config, check_degrees, read_config, tensor_degrees
+from .drafts import most_verified
+from .drafts.eagle3 import layers_read
+from .drafts.find import CHOOSE, Wanted, kind_of
+from .drafts.part import choose_table
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
 from .formats._in_situ import InSituPart
@@ -44,6 +50,7 @@ from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.mla import LatentAttention
 from .layers.moe import Router
+from .load import ChooseClasses, Classes
 from .shard import Shard
 from .stored_formats import fp8
 from .stored_formats._part import BIAS, StoredPart
@@ -56,24 +63,31 @@ BLOCK = 16  # tokens of a block by default; entries of windows are not in propor
 
 def measure(question: dict[str, Any]) -> dict[str, Any]:
     """question: model (a directory), device (cpu or cuda), dtype, isq, kv_cache_dtype, tp and pp that were asked for
-    (0: none), mmproj, most (ranks of the largest tensor group that is wanted), context (tokens of the longest).
-    Raises FatalError as loading does."""
+    (0: none), mmproj, most (ranks of the largest tensor group that is wanted), context (tokens of the longest),
+    speculate, draft_model, num_speculative_tokens. Raises FatalError as loading does."""
     checkpoint.pair(question["model"], question["mmproj"])
     config = read_config(question["model"])
     check_degrees(config, question["tp"] or 1, question["pp"] or 1)
     device = torch.device(question["device"])
     chosen = choose_dtype(question["dtype"], config, device)
-    kept = question["kv_cache_dtype"]
-    compiled = device.type == "cpu" and any(compiler.compilers())
-    as_stored = choose_plain(question["dtype"], config, device, any(compiler.compilers()), {})
-    format_of = choose_format(config, question["isq"], plain=as_stored)
-    formats = format_of, format_of if compiled else dense
+    formats = formats_of(config, question, question["isq"])
+    kind = kind_of(Wanted(question["speculate"], question["draft_model"]), device)
+    verified = 1 if not kind and question["speculate"] in ("auto", "none") else most_verified(
+        kind, question["num_speculative_tokens"]
+    )  # fmt: skip
+    kept = Kept(cache_dtype(question["kv_cache_dtype"], DTYPES[chosen]), verified, device)
     asked = question["tp"] or 1
-    # It may refuse.
-    models: dict[int, Model | None] = {asked: build(config, GroupRank(0, asked), GroupRank(0, 1), *formats)}
+
+    def built(tp: int) -> tuple[Model, dict[str, Any] | None]:
+        model = build(config, GroupRank(0, tp), GroupRank(0, 1), *formats)
+        return model, draft_of(kind, config, tp, question, kept) if kind else None
+
+    models = {asked: built(asked)}  # it may refuse
     for tp in tensor_degrees(config.num_heads, config.num_kv_heads):
-        models[tp] = models.get(tp) or cut(config, tp, formats)
-    ranks = {tp: model for tp, model in sorted(models.items()) if model is not None}
+        with contextlib.suppress(FatalError):  # where that does not leave the format's groups whole
+            models[tp] = models.get(tp) or built(tp)
+    ranks = dict(sorted(models.items()))
+    in_checkpoint = (ranks[1][1] or {}).get("stored", 0) if kind == "mtp" else 0
     plain = build(config, GroupRank(0, 1), GroupRank(0, 1))
     cuts = list(stages(config, 0 if plain.vision is None else plain.vision.levels))
     return {
@@ -83,17 +97,69 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "max_positions": config.max_positions,
         "usual_dtype": choose_dtype("auto", config, device),
         "parameters": sum(one.numel() for one in plain.parameters()),
-        "checkpoint_bytes": stored_bytes(ranks[1], DTYPES[config.dtype]),
+        "checkpoint_bytes": stored_bytes(ranks[1][0], DTYPES[config.dtype]) + in_checkpoint,
         "chosen": max(map(visited, plain.modules()), default=0),
         "degrees": list(ranks),
         "stages": cuts,
         "images": None if plain.vision is None else images(plain.vision, question["context"], device),
+        "verified": verified,
         "ranks": {
-            tp: rank_of(model, config, GroupRank(0, tp), len(cuts), DTYPES[chosen], device, formats, kept)
-            for tp, model in ranks.items()
+            tp: rank_of(model, config, GroupRank(0, tp), len(cuts), DTYPES[chosen], kept, formats) | {"draft": draft}
+            for tp, (model, draft) in ranks.items()
             if tp <= question["most"] or tp == question["tp"]
         },
     }
+
+
+class Kept(NamedTuple):
+    """Facts by which caches take memory."""
+
+    dtype: torch.dtype  # of keys and values
+    verified: int  # tokens of a sequence that a step verifies
+    device: torch.device
+
+
+def formats_of(config: Config, question: dict[str, Any], isq: str) -> tuple[ChooseFormat, ChooseFormat]:
+    """Formats of linears, and of the embedding."""
+    device, compiled = torch.device(question["device"]), any(compiler.compilers())
+    plain = choose_plain(question["dtype"], config, device, compiled, {})
+    format_of = choose_format(config, isq, plain=plain)
+    return format_of, format_of if compiled and device.type == "cpu" else dense
+
+
+def draft_of(kind: str, target: Config, tp: int, question: dict[str, Any], kept: Kept) -> dict[str, Any]:
+    """A draft model on a rank of the last stage: its layers, what it has in addition, and the target's embedding where
+    that is another stage's."""
+    config = target if kind == "mtp" else read_config(question["draft_model"])
+    isq = question["isq"] if kind == "mtp" or not config.quantization else "none"
+    dtype, tensor = DTYPES[choose_dtype(question["dtype"], config, kept.device)], GroupRank(0, tp)
+    check_degrees(config, tp, 1)
+
+    def made(config: Config, choose: ChooseClasses, formats: tuple[ChooseFormat, ChooseFormat]) -> Model:
+        own = choose(config, names_held(config, architectures.find(config.model_type).Model))
+        return build(config, tensor, GroupRank(0, 1), *formats, own, names_held(config, own.model))
+
+    model, table = made(config, CHOOSE[kind], formats_of(config, question, isq)), list[dict[str, Any]]()
+    if kind != "draft" and model.model.embed_tokens is None:
+        own = made(target, choose_table, formats_of(target, question, question["isq"]))
+        table = weights(own, DTYPES[choose_dtype(question["dtype"], target, kept.device)], kept.device)
+    return {
+        "layers": [*layers_of(model, dtype, kept)],
+        "ends": weights(model, dtype, kept.device, model.model.layers),
+        "table": table,
+        "rope": model.rope.nbytes // POSITIONS,
+        "hidden": config.hidden_size,
+        "read": target.hidden_size * (1 + (len(layers_read(config, target.num_layers)) if kind == "eagle3" else 0)),
+        "stored": stored_bytes(model, DTYPES[config.dtype]),
+    }
+
+
+def names_held(config: Config, model: type[Model]) -> frozenset[str]:
+    """The names of the tensors in a checkpoint's files; empty where config.json is there alone."""
+    try:
+        return names_of(config, model, read_index(config.path))
+    except FatalError:
+        return frozenset()
 
 
 def images(tower: Tower, context: int, device: torch.device) -> dict[str, Any]:
@@ -145,23 +211,22 @@ def _width_of_floats(dtype: torch.dtype) -> tuple[bool, int]:
     return dtype.is_floating_point, dtype.itemsize
 
 
-def cut(config: Config, tp: int, formats: tuple[ChooseFormat, ChooseFormat]) -> Model | None:
-    """The model of a rank of a tensor group of tp; None where that does not leave the format's groups whole."""
-    try:
-        return build(config, GroupRank(0, tp), GroupRank(0, 1), *formats)
-    except FatalError:
-        return None
-
-
 def build(
-    config: Config, tensor: GroupRank, pipe: GroupRank, format_of: ChooseFormat = dense, table_of: ChooseFormat = dense
-) -> Model:
-    """A rank's Model as `load` builds it, without memory. format_of: of linears, table_of: of the embedding."""
+    config: Config, tensor: GroupRank, pipe: GroupRank, format_of: ChooseFormat = dense, table_of: ChooseFormat = dense,
+    classes: Classes | None = None, names: frozenset[str] | None = None,
+) -> Model:  # fmt: skip
+    """A rank's Model as `load` builds it, without memory. format_of: of linears, table_of: of the embedding. classes:
+    of a draft model, which takes no images. names: of the checkpoint's tensors; None: those of a GGUF file."""
     module = architectures.find(config.model_type)
     alone = cast(HostComm, GroupRank(0, 1))
     mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe))
-    args, names = module.Args.from_config(config), names_of(config, module.Model)
-    return module.Model(args, mesh, POSITIONS, names, format_of, table_of)
+    own = classes or Classes(module.Args, module.Model)
+    args = own.args.from_config(config)
+    if isinstance(args, SeeingArgs) and classes is not None:
+        args = dataclasses.replace(args, rules=None)
+    return own.model(
+        args, mesh, POSITIONS, names_of(config, own.model) if names is None else names, format_of, table_of
+    )
 
 
 def rank_of(
@@ -170,23 +235,14 @@ def rank_of(
     tensor: GroupRank,
     most: int,
     dtype: torch.dtype,
-    device: torch.device,
+    kept: Kept,
     formats: tuple[ChooseFormat, ChooseFormat],
-    kv_dtype: str,
 ) -> dict[str, Any]:
     """Memory of each rank of a tensor group, as what does not divide is padded: each layer, and what a stage has in
     addition by its place. whole: that rank's model without stages. most: stages that it may have."""
     kinds: list[dict[str, Any]] = []
     layers = []
-    for layer, spec in zip(whole.model.layers.values(), whole.cache_specs(), strict=True):
-        held = {
-            "weights": weights(layer, dtype, device),
-            "kv": -(-block_bytes(spec, BLOCK, cache_dtype(kv_dtype, dtype)) // BLOCK),  # of one token
-            "window": spec.window,
-            "state": row_bytes(spec),  # of one sequence
-            "inner": widest(layer),
-            "scores": scores(layer),
-        }
+    for held in layers_of(whole, dtype, kept):
         if held not in kinds:
             kinds.append(held)
         layers.append(kinds.index(held))
@@ -197,9 +253,22 @@ def rank_of(
     return {
         "kinds": kinds,
         "layers": layers,
-        "ends": {place: weights(model, dtype, device, model.model.layers) for place, model in ends.items()},
+        "ends": {place: weights(model, dtype, kept.device, model.model.layers) for place, model in ends.items()},
         "rope": whole.rope.nbytes // POSITIONS,  # bytes of one position
     }
+
+
+def layers_of(model: Model, dtype: torch.dtype, kept: Kept) -> Iterator[dict[str, Any]]:
+    """Each layer of a model in one stage."""
+    for layer, spec in zip(model.model.layers.values(), model.cache_specs(), strict=True):
+        yield {
+            "weights": weights(layer, dtype, kept.device),
+            "kv": -(-block_bytes(spec, BLOCK, kept.dtype) // BLOCK),  # of one token
+            "window": spec.window,
+            "state": row_bytes(spec, kept.verified),  # of one sequence
+            "inner": widest(layer),
+            "scores": scores(layer),
+        }
 
 
 def weights(

@@ -25,7 +25,7 @@ from ..cache_groups import ONE_GROUP, Groups
 from ..gguf import checkpoint
 from ..model import cache_spec, fingerprint
 from ..model.base import Model
-from ..model.drafts import DraftSource
+from ..model.drafts import DraftSource, most_verified
 from ..model.drafts.find import Wanted, find, kind_of
 from ..model.experts.offload import OffloadOptions
 from ..model.load import check as check_model
@@ -51,8 +51,6 @@ TOKEN_BUDGET = {"cpu": 512, "cuda": 8192, "mps": 512}  # of a step
 CPU_STEP = 1e12  # additions and multiplications of a rank
 MAX_COPIED = 0.01  # seconds of copies back after which a plan takes no further sequence that needs some
 SWAP_TIMED = {"cpu": 64, "cuda": 2048, "mps": 64}  # tokens of the step that says how fast blocks are computed
-DRAFTS = 7  # tokens that are guessed of a sequence, where no option says
-MODEL_DRAFTS = 3  # where a model guesses them
 VERIFIED = 64  # tokens that a step with drafts may sample, however few sequences run: their logits take little memory
 QUERY_LENS = 1, 2, 4, 8  # tokens of a sequence that steps verify, on a CPU
 TABLES = 1 << 16  # block tables of all rows and cache groups, as plans number them
@@ -435,7 +433,7 @@ class Engine:
             return (1,)
         if options.speculate == "auto" and not self.draft_kind and not self._verifies_for_free:
             return (1,)
-        most = 1 + (options.num_speculative_tokens or (MODEL_DRAFTS if self.draft_kind else DRAFTS))
+        most = most_verified(self.draft_kind, options.num_speculative_tokens)
         if self.place.device.type == "cuda":  # each number takes graphs of its own
             return 1, most
         return *(n for n in QUERY_LENS if n < most), most

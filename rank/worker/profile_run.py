@@ -18,7 +18,7 @@ from ...kernels.attention.prefill import WIDENED_BYTES
 from .. import protocol
 from ..model.base import Model
 from ..model.batch import Batch
-from ..model.cache_spec import E4M3, Indexed, PagedKV, PagedLatent
+from ..model.cache_spec import E4M3, CacheSpec, Indexed, PagedKV, PagedLatent
 from ..model.drafts import DraftSource
 from ..model.experts.fused import FusedExperts
 from . import kv_cache
@@ -94,7 +94,9 @@ def profile_run(
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    return found + context_bytes(model, tokens, kept or model.dtype)
+    drafts, longest = [] if source is None else source.cache_specs(), model.max_model_len
+    layers = model.cache_specs(), drafts
+    return found + max(context_bytes(one, longest, tokens, model.dtype, kept or model.dtype) for one in layers)
 
 
 def largest_image(model: Model, device: torch.device) -> Iterator[None]:
@@ -124,26 +126,26 @@ def sample(sampler: Sampler, logits: torch.Tensor, sampling: protocol.SamplingPa
         sampler.leave(row)
 
 
-def context_bytes(model: Model, tokens: int, kept: torch.dtype) -> int:
-    """An upper bound of what a prompt's attention takes in one layer for a context of max_model_len beyond what it
-    takes for one of `tokens`, which the largest step has shown: copies of the context's cached tokens."""
-    longer, gathered = max(0, model.max_model_len - tokens), max(0, read_whole(model) - tokens)
+def context_bytes(specs: list[CacheSpec], longest: int, tokens: int, dtype: torch.dtype, kept: torch.dtype) -> int:
+    """An upper bound of what a prompt's attention takes in one of these layers for a context of `longest` tokens beyond
+    what it takes for one of `tokens`, which the largest step has shown: copies of the context's cached tokens. dtype:
+    of the model. kept: of caches."""
+    longer, gathered = max(0, longest - tokens), max(0, read_whole(specs, longest) - tokens)
     most = 0
-    for spec in model.cache_specs():
+    for spec in specs:
         if isinstance(spec, Indexed):
             spec = spec.kept
         if isinstance(spec, PagedLatent):  # mla.attend_expanded
-            most = max(most, gathered * spec.width * (model.dtype.itemsize + kept.itemsize))
+            most = max(most, gathered * spec.width * (dtype.itemsize + kept.itemsize))
         elif isinstance(spec, PagedKV) and kept == E4M3:  # widened: prefill.widened_blocks
-            each = spec.kv_heads * (spec.key_dim + spec.value_dim) * model.dtype.itemsize
+            each = spec.kv_heads * (spec.key_dim + spec.value_dim) * dtype.itemsize
             most = max(most, min(WIDENED_BYTES, longer * each))
     return most
 
 
-def read_whole(model: Model) -> int:
+def read_whole(specs: list[CacheSpec], longest: int) -> int:
     """Tokens of the longest context that attention reads whole: indexers choose from longer ones."""
-    chosen = [spec.topk for spec in model.cache_specs() if isinstance(spec, Indexed)]
-    return min([model.max_model_len, *chosen])
+    return min([longest, *(spec.topk for spec in specs if isinstance(spec, Indexed))])
 
 
 @torch.no_grad()
@@ -199,7 +201,7 @@ def latent_steps(
     model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None
 ) -> Iterator[Batch]:
     """`small_steps` of latent attention: a short chunk, and decoding sequences alone and with a prompt (mla.py)."""
-    for longest in sorted({read_whole(model), model.max_model_len}):
+    for longest in sorted({read_whole(model.cache_specs(), model.max_model_len), model.max_model_len}):
         yield _step(model, [2], block_size, upload, kept, context=longest)
         for count in DECODING:
             for prompt in ([], [2]):
@@ -213,7 +215,8 @@ def indexed_steps(
 ) -> Iterator[Batch]:
     """The largest steps where indexers choose from long contexts: one of such a context, and one of contexts that are
     read whole. `prompts` is one kind alone."""
-    whole, longest = read_whole(model), model.max_model_len
+    longest = model.max_model_len
+    whole = read_whole(model.cache_specs(), longest)
     if whole < longest:
         yield _step(model, [min(tokens, longest)], block_size, upload, kept, context=longest)
         (batch,) = _prompts(model, tokens, block_size, upload, kept, 0, whole)

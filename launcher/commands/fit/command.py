@@ -12,6 +12,7 @@ import msgspec
 from .... import errors, linux_calls
 from ....logs import say
 from ....rank.options import IN_SITU, ISQ_SPELLINGS, KV_DTYPES, degrees, flag
+from ....rank.protocol import MAX_DRAFTS
 from ...job import binding
 from ...options import option_sources, resolve
 from ...options.help import shown
@@ -99,6 +100,17 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
         float, flag("--kv-fraction", "--gpu-memory-utilization", group=_GROUP, metavar="X", low=0, high=1,
                     help="KV cache's share of the memory free after loading; 0: automatic"),
     ] = 0.0  # fmt: skip
+    speculate: Annotated[
+        str, flag("--speculate", group=_GROUP, choices=("auto", "none", "ngram", "mtp", "eagle3", "draft"),
+                  help="what guesses tokens, for memory alone; auto: --draft-model"),
+    ] = "auto"  # fmt: skip
+    draft_model: Annotated[
+        str, flag("--draft-model", group=_GROUP, metavar="DIR", help="an EAGLE-3 head, or a smaller model")
+    ] = ""
+    num_speculative_tokens: Annotated[
+        int, flag("--num-speculative-tokens", group=_GROUP, metavar="N", low=0, high=MAX_DRAFTS,
+                  help="most guessed tokens of a sequence in a step; 0: automatic"),
+    ] = 0  # fmt: skip
     tp: Annotated[int, flag("--tp", group=_GROUP, metavar="N", low=0, help="only this tensor degree")] = 0
     pp: Annotated[int, flag("--pp", group=_GROUP, metavar="N", low=0, help="only this many pipeline stages")] = 0
     dp: Annotated[int, flag("--dp", group=_GROUP, metavar="N", low=0, help="only this many replicas")] = 0
@@ -131,6 +143,8 @@ def main(argv: Sequence[str]) -> int:
         model=str(found.path), device=kind, dtype=options.dtype, tp=options.tp, pp=options.pp, isq=options.isq,
         kv_cache_dtype=options.kv_cache_dtype, most=cluster.per_node,
         mmproj=resolve.mmproj_file(options.mmproj, str(found.path)), context=options.context or LONGEST,
+        speculate=options.speculate, num_speculative_tokens=options.num_speculative_tokens,
+        draft_model=str(directory.find(options.draft_model).path) if options.draft_model else "",
     )  # fmt: skip
     shape = measured.read(question, found.name)
     asked = _asked(options, shape)
@@ -165,6 +179,9 @@ def _asked(options: FitOptions, shape: ModelShape) -> Workload:
         kv_cache_dtype=options.kv_cache_dtype,
         cpu_offload=int(options.cpu_offload_gb * devices.GIB),
         images=options.images,
+        speculate=options.speculate,
+        draft_model=options.draft_model,
+        num_speculative_tokens=options.num_speculative_tokens,
         zipf=options.zipf,
     )
 

@@ -29,6 +29,9 @@ class Question(msgspec.Struct, frozen=True):
     mmproj: str = ""  # the file with the tower of a GGUF model
     most: int = 1  # ranks of the largest tensor group that is wanted
     context: int = 8192  # tokens of the longest sequence, which bound its images
+    speculate: str = "auto"
+    draft_model: str = ""  # a directory; empty: none
+    num_speculative_tokens: int = 0  # 0: automatic
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -45,6 +48,7 @@ class Answer(msgspec.Struct, frozen=True):
     degrees: tuple[int, ...]
     stages: tuple[tuple[int, ...], ...]
     images: Images | None
+    verified: int
     ranks: dict[int, RankShape]
 
 

@@ -17,6 +17,7 @@ FRACTION = {True: 0.4, False: 0.95}
 SNAPSHOTS, SNAPSHOT_SHARE = 2, 0.25  # of recurrent states, for each sequence, in what they leave; ibid.
 BUFFERS = 4 * (96 << 20)  # bytes on the device for experts that are copied; rank/model/experts/streamer.py
 UNLIMITED = 1 << 40  # blocks of a stage without keys and values
+VERIFIED = 64  # tokens that a step with drafts may sample, prompts' ends apart; rank/worker/engine.py
 PER_LOGIT = 51  # bytes of the sampler's sort, probabilities and noise; 1601 MiB for 256 x 128256 on H200
 
 
@@ -49,6 +50,9 @@ class Workload:
     kv_cache_dtype: str = "auto"
     cpu_offload: int = 0  # bytes of a rank's layers that may be in host memory
     images: int = 0  # of the usual size in each sequence
+    speculate: str = "auto"
+    draft_model: str = ""
+    num_speculative_tokens: int = 0
     zipf: float = 0.0  # experts in host memory: the i-th most popular is chosen with a weight of i ** -zipf
 
 
@@ -68,6 +72,7 @@ class Stage:
     parting: int = 0  # bytes that the host needs more while fixed experts are loaded
     windows: dict[int, int] = field(default_factory=dict)  # how many layers keep so many tokens; 0: all
     kv_layer: int = 0  # bytes of one token of each of these layers; 0: they differ
+    drafts_kv: int = 0  # of `kv_token`, those of a model that drafts
 
     def block(self, groups: Groups) -> int:
         """Bytes of a block of the pool, as rank/worker/kv_cache.py's Layout has it."""
@@ -144,7 +149,9 @@ def stages(shape: ModelShape, layout: Layout, context: int, cpu_offload: int = 0
     """The model's stages, the first one with the embedding first. context: tokens of the longest sequence. cpu_offload:
     bytes of layers that may be in host memory."""
     made = []
-    for one in shape.stage_shapes(layout.tp, layout.pp, layout.ep):
+    for number, one in enumerate(shape.stage_shapes(layout.tp, layout.pp, layout.ep), 1):
+        draft = shape.draft(layout.tp, layout.ep) if number == layout.pp else None
+        layers, own = (one.layers, ()) if draft is None else (one.layers + draft.layers, draft.layers)
         weights, host, resident, largest = dict.fromkeys(KINDS, 0.0), 0.0, 0.0, 0.0
         for part in one.weights:
             if part.expert and layout.offload:
@@ -157,12 +164,14 @@ def stages(shape: ModelShape, layout: Layout, context: int, cpu_offload: int = 0
         for part in moved.weights:
             weights[part.kind] -= part.bytes * part.copies
         weights["experts"] += resident
+        if draft is not None:
+            weights["drafts"] = sum(part.bytes * part.copies for part in draft.weights(layout.pp) if not part.shared)
         whole = {kind: round(size) for kind, size in weights.items()}
-        kv = sum(layer.kv for layer in one.layers)
-        windows = Counter(cache_groups.effective_window(layer.window, context) for layer in one.layers if layer.kv)
-        each = {layer.kv for layer in one.layers if layer.kv}
-        state = sum(layer.state for layer in one.layers)
-        rope = context * shape.ranks[layout.tp].rope
+        kv = sum(layer.kv for layer in layers)
+        windows = Counter(cache_groups.effective_window(layer.window, context) for layer in layers if layer.kv)
+        each = {layer.kv for layer in layers if layer.kv}
+        state = sum(layer.state for layer in layers)
+        rope = context * (shape.ranks[layout.tp].rope + (draft.rope if draft is not None else 0))
         slots, held = moved.slots + (BUFFERS if host else 0), round(host) + moved.bytes
         parting = round(largest) if layout.fixed else 0
         made.append(
@@ -179,6 +188,7 @@ def stages(shape: ModelShape, layout: Layout, context: int, cpu_offload: int = 0
                 parting,
                 windows,
                 each.pop() if len(each) == 1 else 0,
+                sum(layer.kv for layer in own),
             )  # fmt: skip
         )
     return tuple(made)
@@ -192,11 +202,16 @@ def groups_of(stages: tuple[Stage, ...]) -> Groups:
 
 
 def activations(shape: ModelShape, layout: Layout, asked: Workload, budget: int) -> float:
-    """Bytes that a step of `budget` tokens needs at its widest: between two linears of a layer, or the logits, or what
-    the tower needs for the largest image."""
+    """Bytes that a step of `budget` tokens needs at its widest: between two linears of a layer, also of a model that
+    drafts, or the logits, or what the tower needs for the largest image."""
     inner = max((layer.inner for layer in shape.kinds(layout.tp, layout.ep)), default=0)
-    stream = budget * WIDTHS[asked.dtype] * (4 * shape.hidden + inner)
-    logits = split(asked.concurrency, layout.dp) * shape.vocab * PER_LOGIT
+    widest, rows = 4 * shape.hidden + inner, split(asked.concurrency, layout.dp)
+    if (draft := shape.draft(layout.tp, layout.ep)) is not None:
+        inner = max((layer.inner for layer in draft.layers), default=0)
+        widest = max(widest, draft.read + 4 * draft.hidden + inner)
+    stream = budget * WIDTHS[asked.dtype] * widest
+    sampled = rows + max(rows, VERIFIED) * (shape.verified > 1)
+    logits = sampled * shape.vocab * PER_LOGIT
     tower = shape.images.largest.stream * WIDTHS[asked.dtype] if shape.images else 0
     return max(stream, logits, tower)
 

@@ -241,6 +241,10 @@ def command(
         words += ["--isq", asked.isq]
     if asked.kv_cache_dtype != "auto":
         words += ["--kv-cache-dtype", asked.kv_cache_dtype]
+    words += ["--speculate", asked.speculate] if asked.speculate != "auto" else []
+    words += ["--draft-model", asked.draft_model] if asked.draft_model else []
+    if asked.num_speculative_tokens:
+        words += ["--num-speculative-tokens", str(asked.num_speculative_tokens)]
     if asked.cpu_offload and not cluster.device.cpu:
         words += ["--cpu-offload-gb", f"{asked.cpu_offload / GIB:g}"]
     if asked.kv_fraction:

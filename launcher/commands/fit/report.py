@@ -75,6 +75,18 @@ def breakdown(one: LayoutEstimate) -> list[str]:
     ]
 
 
+def drafts(answer: Answer, one: LayoutEstimate) -> list[str]:
+    """The memory of drafts, where a model makes them."""
+    last, count = one.memory.stages[-1], answer.shape.verified - 1
+    if not last.weights["drafts"]:
+        return []
+    cache = last.drafts_kv * one.memory.kv_tokens
+    return [
+        f"The model that drafts, on each rank of the last stage: {gb(last.weights['drafts'])} GB of weights, and "
+        f"{gb(cache)} GB of the KV cache ({last.drafts_kv} bytes a token); up to {count} drafts of a sequence in a step"
+    ]
+
+
 def images(answer: Answer, one: LayoutEstimate) -> list[str]:
     """The costs of images, where the model takes any."""
     if (both := answer.shape.images) is None:
@@ -129,7 +141,7 @@ def text(answer: Answer) -> list[str]:
         lines.append(f"The fewest of these devices that hold it: {ranks} (tp {one.tp}, pp {one.pp})")
     if best is None:
         return [*lines, "Nothing fits."]
-    lines += breakdown(best) + images(answer, best)
+    lines += breakdown(best) + drafts(answer, best) + images(answer, best)
     lines += offloaded(answer, best) if best.layout.offload else []
     if faster := next((one for one in answer.figures if _beats(one, best)), None):
         one = faster.layout
@@ -161,7 +173,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         },
         "asked": {
             "context": asked.context, "concurrency": asked.concurrency, "length": asked.length, "dtype": asked.dtype,
-            "images": asked.images, "zipf": asked.zipf,
+            "images": asked.images, "zipf": asked.zipf, "speculate": asked.speculate, "drafts": shape.verified - 1,
         },
         "layouts": [_layout(one) for one in answer.figures],
         "best": None if answer.best is None else answer.figures.index(answer.best),
@@ -179,6 +191,7 @@ def _layout(one: LayoutEstimate) -> dict[str, Any]:
         "weights": stage.weights, "weight_bytes": stage.loaded, "host_bytes": max(s.host for s in held.stages),
         "resident_bytes": max(s.resident for s in held.stages), "slot_bytes": stage.slots,
         "rope_bytes": stage.rope, "runtime_bytes": round(held.runtime), "activation_bytes": round(held.activations),
+        "draft_bytes": held.stages[-1].weights["drafts"], "draft_kv_bytes_per_token": held.stages[-1].drafts_kv,
         "kv_bytes_per_token": stage.kv_token, "kv_bytes": held.kv_bytes, "kv_tokens": held.kv_capacity * layout.dp,
         "sequences": one.together,
         "stages": [

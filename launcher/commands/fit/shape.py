@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 # Classes of tensors, in the order of reports
-KINDS = ("tower", "embedding", "attention", "MLP", "experts", "norms", "head")
+KINDS = ("tower", "embedding", "attention", "MLP", "experts", "norms", "head", "drafts")
 CLASSES = (  # a word in a tensor's name → its class; the first that fits
     ("vision.", "tower"),  # of images
     (".region.", "tower"),  # of points and boxes in them
@@ -64,6 +64,23 @@ class Layer(msgspec.Struct, frozen=True):
     state: int = 0  # bytes of what is kept of a sequence as a whole
 
 
+class Draft(msgspec.Struct, frozen=True):
+    """A model that drafts, on a rank of the last stage."""
+
+    layers: tuple[Layer, ...]
+    ends: tuple[Weights, ...]  # outside the layers
+    table: tuple[Weights, ...]  # the target's embedding, where the last stage lacks it
+    rope: int  # bytes of one position
+    hidden: int
+    read: int  # elements of a token of the target that are kept while it computes
+
+    def weights(self, stages: int) -> Iterator[Weights]:
+        for layer in self.layers:
+            yield from layer.weights
+        yield from self.ends
+        yield from self.table if stages > 1 else ()
+
+
 class RankShape(msgspec.Struct, frozen=True):
     """A rank of a tensor group; all ranks of the group hold as much."""
 
@@ -72,6 +89,7 @@ class RankShape(msgspec.Struct, frozen=True):
     # Weights outside the layers, by the stage's place: whole (the only one), first, middle, last.
     ends: dict[str, tuple[Weights, ...]]
     rope: int  # bytes of one position in the table of cosines and sines
+    draft: Draft | None = None
 
 
 class StageShape(msgspec.Struct, frozen=True):
@@ -120,6 +138,7 @@ class ModelShape:
     ranks: dict[int, RankShape]  # by tensor degree, those that were asked for
     chosen: int = 0  # experts that a token visits
     images: Images | None = None  # None: the model takes text alone
+    verified: int = 1  # tokens of a sequence in a step: 1 and the drafts
 
     @property
     def layers(self) -> int:
@@ -139,13 +158,24 @@ class ModelShape:
     def kinds(self, tp: int, ep: int) -> tuple[Layer, ...]:
         """Its kinds of layers on a rank. ep > 1: experts are shared out over ep ranks, each whole, or cut over the
         tp / ep ranks that are left."""
-        kinds = self.ranks[tp].kinds
+        return self._shared_out(tp, ep, lambda rank: rank.kinds)
+
+    def draft(self, tp: int, ep: int) -> Draft | None:
+        """The model that drafts, on a rank of the last stage."""
+        made = self.ranks[tp].draft
+        if made is None:
+            return None
+        layers = self._shared_out(tp, ep, lambda rank: () if rank.draft is None else rank.draft.layers)
+        return msgspec.structs.replace(made, layers=layers)
+
+    def _shared_out(self, tp: int, ep: int, layers: Callable[[RankShape], tuple[Layer, ...]]) -> tuple[Layer, ...]:
+        cuts = layers(self.ranks[tp])
         if ep == 1:
-            return kinds
+            return cuts
         parts = max(1, tp // ep)
         # A degree that heads do not allow is not measured: experts of another are divided, without padding.
         of, parts = (self.ranks[parts], 1) if parts in self.ranks else (self.ranks[1], parts)
-        return tuple(_with_shared_out(cut, one, ep, parts) for cut, one in zip(kinds, of.kinds, strict=True))
+        return tuple(_with_shared_out(cut, one, ep, parts) for cut, one in zip(cuts, layers(of), strict=True))
 
     def stage_shapes(self, tp: int, pp: int, ep: int) -> list[StageShape]:
         """The stages, the first one with the embedding first."""

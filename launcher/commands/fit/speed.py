@@ -88,7 +88,7 @@ class StepModel:
         for layer, count in kinds.items():
             seen = min(context, sampled * layer.window) if layer.window else context
             total += count * layer.kv * seen / (self.device.bandwidth * CACHED)
-        states = sampled * sum(layer.state for layer in stage.layers)  # read and written
+        states = sampled * sum(layer.state for layer in stage.layers) / self.shape.verified  # read and written
         total += 2 * states / (self.device.bandwidth * CACHED)
         for one in stage.ends:
             if one.matrix and one.kind != "tower":

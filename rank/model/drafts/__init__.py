@@ -15,6 +15,14 @@ from ..batch import Batch
 from ..cache_spec import CacheSpec
 
 MOST = 8  # drafts in a row
+DRAFTS = 7  # tokens that are guessed of a sequence, where no option says
+MODEL_DRAFTS = 3  # where a model guesses them
+
+
+def most_verified(kind: str, wanted: int) -> int:
+    """The most tokens of a sequence in a step. kind: of the draft model, as --speculate names it; empty: there is none.
+    wanted: --num-speculative-tokens."""
+    return 1 + (wanted or (MODEL_DRAFTS if kind else DRAFTS))
 
 
 class DraftSource(Protocol):

@@ -65,5 +65,5 @@ def choose_table(config: Config, tensors: Collection[str]) -> Classes:
 
 
 def emptied(classes: Classes) -> Classes:
-    """These classes where the model has no module: it reads the same files under the same names."""
+    """The classes of a model without modules that reads the same files under the same names."""
     return Classes(classes.args, type("Empty", (classes.model,), {"__init__": Part.__init__, "make": Part.make}))

@@ -126,7 +126,7 @@ def test_prompts_run_with_contexts_that_an_indexer_chooses_from(tmp_path):
             if not step.num_decodes:
                 assert one.forward([step], None).shape == (len(step.ids), 32)
                 chosen.append(step.selection is not None)
-        return profile_run.read_whole(one)
+        return profile_run.read_whole(one.cache_specs(), one.max_model_len)
 
     assert threads.run(rank, 1) == [32]
     assert chosen[-2:] == [True, False] and chosen.count(True) == 3
@@ -341,10 +341,13 @@ def test_the_profile_samples_with_all_that_a_request_may_ask_for():
 
 
 def test_memory_for_contexts_longer_than_the_largest_step():
-    latent = SimpleNamespace(max_model_len=1000, cache_specs=lambda: [PagedLatent(576)] * 2, dtype=torch.bfloat16)
-    assert profile_run.context_bytes(latent, 200, torch.bfloat16) == 800 * 576 * 4
-    assert profile_run.context_bytes(latent, 1000, torch.bfloat16) == 0
-    assert profile_run.context_bytes(indexed(1000, 500), 200, torch.bfloat16) == 300 * 24 * 4, "others are chosen from"
+    def context(specs, tokens, kept=torch.bfloat16, dtype=torch.bfloat16):
+        return profile_run.context_bytes(specs, 1000, tokens, dtype, kept)
+
+    assert context([PagedLatent(576)] * 2, 200) == 800 * 576 * 4
+    assert context([PagedLatent(576)] * 2, 1000) == context([], 200) == 0
+    one = indexed(1000, 500)
+    assert context(one.cache_specs(), 200, dtype=one.dtype) == 300 * 24 * 4, "others are chosen from"
     paged = model(1000)
-    assert profile_run.context_bytes(paged, 200, torch.bfloat16) == 0, "read where they are"
-    assert profile_run.context_bytes(paged, 200, E4M3) == 800 * 2 * 16 * 2
+    assert context(paged.cache_specs(), 200, dtype=paged.dtype) == 0, "read where they are"
+    assert context(paged.cache_specs(), 200, E4M3, paged.dtype) == 800 * 2 * 16 * 2

@@ -149,7 +149,7 @@ def _measure(question):
     return json.dumps(measure.measure(msgspec.structs.asdict(question))).encode()
 
 
-def read(path, dtype="bf16", device="cuda", most=16, isq="none"):
+def read(path, dtype="bf16", device="cuda", most=16, isq="none", **options):
     """The shape of a model directory."""
     with mock.patch.object(measured, "ask", ask):
-        return measured.read(Question(str(path), device, dtype, isq=isq, most=most), path.name)
+        return measured.read(Question(str(path), device, dtype, isq=isq, most=most, **options), path.name)

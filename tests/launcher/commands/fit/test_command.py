@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import phalanx
 import pytest
+from phalanx.errors import USAGE
 from phalanx.launcher import cli, hf_hub
 from phalanx.launcher.commands.fit import devices, measured
 from phalanx.launcher.options import option_sources
@@ -95,7 +96,7 @@ def test_json(fit):
     assert code == 0
     assert found["model"]["parameters"] == 30_532_122_624
     asked = {"context": 8192, "concurrency": 64, "length": 272, "dtype": "bf16", "images": 0, "zipf": 0.8}
-    assert found["asked"] == asked
+    assert found["asked"] == asked | {"speculate": "auto", "drafts": 0}
     assert found["cluster"]["device"] == "H100"
     best = found["layouts"][found["best"]]
     assert best["verdict"] == "everything asked for fits"
@@ -104,6 +105,37 @@ def test_json(fit):
     assert not any(one["offload"] for one in found["layouts"])
     assert any(one["ep"] == 4 for one in found["layouts"])
     assert found["command"]
+
+
+def test_a_head_that_drafts(fit):
+    """It takes memory of the last stage, and the command asks for it."""
+    words = "--gpus", "8", "--gpu-mem", "141", "--pp", "2", "--tp", "4", "--json"
+    plain, more = (
+        json.loads(fit("DeepSeek of 4 layers", *words, *of)[1]) for of in ((), ("--speculate", "mtp"))
+    )  # fmt: skip
+    before, after = (one["layouts"][one["best"]] for one in (plain, more))
+    # A layer of experts in e4m3, 4 ranks sharing it, a projection of twice the width, and the embedding.
+    assert 256 * 3 * 7168 * 2048 / 4 < after["draft_bytes"] - 2 * 129280 * 7168 / 4 < 1.1 * 256 * 3 * 7168 * 2048 / 4
+    assert before["draft_bytes"] == 0 and after["draft_kv_bytes_per_token"] == 2 * 576
+    stages = [[one["kv_bytes_per_token"] // (2 * 576) for one in found["stages"]] for found in (before, after)]
+    assert stages == [[2, 2], [2, 3]] and more["asked"]["drafts"] == 3
+    assert more["model"]["checkpoint"] == plain["model"]["checkpoint"]
+    (line,) = more["command"]
+    chosen = option_sources.read(Options, shlex.split(line.partition("phalanx serve ")[2]), {}).options
+    assert (chosen.speculate, chosen.draft_model) == ("mtp", "")
+    _, out, _ = fit("DeepSeek of 4 layers", "--gpus", "8", "--gpu-mem", "141", "--speculate", "mtp")
+    assert "(1152 bytes a token)" in out and " 3 drafts" in out
+
+
+def test_a_smaller_model_that_drafts(fit, tmp_path):
+    draft = str(write(tmp_path / "small", CONFIGS["Llama-3.1-8B"] | {"num_hidden_layers": 2}))
+    _, out, _ = fit("Llama-3.1-70B", "--gpus", "4", "--gpu-mem", "141", "--draft-model", draft, "--json")
+    found = json.loads(out)
+    best = found["layouts"][found["best"]]
+    assert best["draft_bytes"] == best["weights"]["drafts"] > 0
+    assert any(f"--draft-model {draft}" in line for line in found["command"])
+    code, _, err = fit("Llama-3.1-70B", "--gpus", "4", "--gpu-mem", "141", "--speculate", "mtp")
+    assert code == USAGE and "--speculate mtp" in err
 
 
 def test_experts(fit):

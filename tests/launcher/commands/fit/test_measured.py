@@ -8,20 +8,27 @@ import re
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.comm.broadcast import ThreadPlanBroadcast
+from phalanx.comm.watchdog import LocalWatchdog
 from phalanx.errors import MODEL, USAGE, FatalError
 from phalanx.kernels.cpp import compiler, ops
+from phalanx.launcher.builtin_model import DIRECTORY
 from phalanx.launcher.commands.fit import headers, measured, memory, plan
 from phalanx.launcher.commands.fit.measured import Question
 from phalanx.launcher.commands.fit.memory import Layout
+from phalanx.rank import protocol
 from phalanx.rank.model import architectures, measure
 from phalanx.rank.model import config as rank_config
+from phalanx.rank.model.drafts import find, most_verified
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights import dummy, ggml
-from phalanx.rank.options import IN_SITU
+from phalanx.rank.options import IN_SITU, Options
 from phalanx.rank.worker import engine, kv_cache
+from phalanx.rank.worker.executor import LocalExecutor
 
 from .... import gguf_files
 from ....checkpoints import make_checkpoint
+from ....rank.speculating import Hasty, Server
 from .configs import ask, read, write
 
 TOKENS = 4096
@@ -29,6 +36,7 @@ ROWS = 3
 CONTEXT = 512
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 3)]
 FEW = [(1, 1), (3, 1), (2, 2)]
+NONE = find.Wanted("none", "")  # no model drafts
 # Keys that architectures read; what each does not know it leaves alone. Five layers, and sizes that do not divide.
 COMMON = {
     "hidden_size": 384, "head_dim": 32, "intermediate_size": 500, "vocab_size": 517, "num_hidden_layers": 5,
@@ -116,25 +124,34 @@ def few_numbers(monkeypatch):
     monkeypatch.setattr(dummy, "PERIOD", 65_537)
 
 
-def live(path, tp, pp, dtype, isq, ep=1):
+def live(path, tp, pp, dtype, isq, ep=1, wanted=NONE):
     """The report and the allocations of each rank of a job: weights, rope table, KV cache for TOKENS of ROWS sequences,
-    by rank."""
+    by rank. wanted: by which a model that drafts is found."""
 
     def rank(world):
-        grid = mesh.build(world, tp, pp, ep=ep)
+        grid, cpu = mesh.build(world, tp, pp, ep=ep), torch.device("cpu")
         model = load(path, grid, "cpu", dtype, max_model_len=CONTEXT, load_format="dummy", isq=isq)
-        blocks, cpu = TOKENS // engine.BLOCK_SIZE, torch.device("cpu")
-        caches = kv_cache.allocate(model.cache_specs(), blocks, engine.BLOCK_SIZE, model.dtype, cpu, ROWS)
-        return model.weight_bytes, model.rope.nbytes, sum(x.nbytes for layer in caches for x in layer)
+        weights, rope, specs = model.weight_bytes, model.rope.nbytes, model.cache_specs()
+        source = find.find(wanted._replace(dtype=dtype, load_format="dummy", isq=isq), path, model, grid, cpu)
+        if source is not None:
+            own = getattr(source, "model" if wanted.speculate == "draft" else "", source)
+            held = (x for one in own.sharded_modules() for x in (*one.parameters(), *one.buffers()))
+            weights += sum({id(x): x.nbytes for x in held}.values())
+            rope, specs = rope + own.rope.nbytes, [*specs, *source.cache_specs()]
+        verified = most_verified(wanted.speculate, 0) if wanted.speculate != "none" else 1
+        blocks = TOKENS // engine.BLOCK_SIZE
+        caches = kv_cache.allocate(specs, blocks, engine.BLOCK_SIZE, model.dtype, cpu, ROWS, verified)
+        return weights, rope, sum(x.nbytes for layer in caches for x in layer)
 
     return threads.run(rank, tp * pp)
 
 
-def compare(path, dtype, isq="none", exact=True, layouts=FEW):
-    shape = read(path, dtype, "cpu", isq=isq, most=max(tp for tp, _ in layouts))
+def compare(path, dtype, isq="none", exact=True, layouts=FEW, wanted=NONE):
+    of = dict(speculate=wanted.speculate, draft_model=wanted.draft_model)
+    shape = read(path, dtype, "cpu", isq=isq, most=max(tp for tp, _ in layouts), **of)
     for tp, pp in layouts:
         stages = memory.stages(shape, Layout(tp, pp), CONTEXT)
-        for rank, found in enumerate(live(path, tp, pp, dtype, isq)):
+        for rank, found in enumerate(live(path, tp, pp, dtype, isq, wanted=wanted)):
             stage = stages[pp - 1 - rank // tp]  # rank 0 is on the last stage
             kept = stage.kv_token * TOKENS + stage.state * ROWS
             assert (stage.rope, kept) == found[1:], (tp, pp, rank)
@@ -157,6 +174,70 @@ def test_bytes_of_live_ranks(tmp_path, model_type, variants, dtype, layouts, mon
     chosen = [VARIANTS[name] for name in variants if (model_type, name) not in REFUSED]
     path = write(tmp_path, config_of(model_type, **functools.reduce(operator.or_, chosen)))
     compare(path, dtype, layouts=LAYOUTS if model_type == "llama" else layouts)
+
+
+HEADS = {
+    "mtp": ("deepseek_v3", {"num_nextn_predict_layers": 1}, {}),
+    "mtp with states": ("qwen3_next", {"mtp_num_hidden_layers": 1}, {}),
+    "eagle3": ("llama", {}, {
+        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }),
+    "draft": ("llama", VARIANTS["tied"], {"num_hidden_layers": 2, "num_key_value_heads": 12}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_bytes_of_models_that_draft(tmp_path, name):
+    """Weights, caches and rotary tables of the last stage."""
+    model_type, variant, draft = HEADS[name]
+    path = write(tmp_path / "target", config_of(model_type, **variant))
+    directory = str(write(tmp_path / "draft", config_of("llama", **draft))) if draft else ""
+    compare(path, "f32", layouts=[(1, 1), (2, 2)], wanted=find.Wanted(name.split()[0], directory))
+    compare(path, "bf16", layouts=[(1, 2)], wanted=find.Wanted(name.split()[0], directory))
+
+
+def test_memory_of_a_start_that_drafts():
+    """The built-in model with its head on a CPU: weights and the pool to the byte, and recorded steps of both within
+    what the largest step is said to need."""
+    options = Options(
+        model=str(DIRECTORY), dtype="f32", max_num_seqs=4, max_model_len=CONTEXT, mem=16, speculate="mtp",
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+    shape = read(DIRECTORY, "f32", "cpu", speculate="mtp")
+    (stage,) = memory.stages(shape, Layout(1), CONTEXT)
+    found = []
+
+    def rank(world):
+        torch.set_grad_enabled(False)
+        grid = mesh.build(world, 1, 1)
+        started = engine.Engine(
+            options, engine.RankContext(world, ["here"], grid, torch.device("cpu"), LocalWatchdog(0))
+        )  # fmt: skip
+        limits = started.load()
+        executor = LocalExecutor(ThreadPlanBroadcast(world), started.runner)
+        server = Server(limits, executor, 1, Hasty(limits.query_lens, 64, limits.draft_model))
+        for i in range(4):
+            sampling = protocol.SamplingParams(max_tokens=20, temperature=0)
+            server.scheduler.add(protocol.Request(str(i), protocol.pack_u32([*range(5, 20 + i)]), sampling))
+        while not server.replica.idle:
+            server.turn()
+        runner, drafting = started.runner, started.runner._drafting
+        kept = [*runner.caches, *drafting.caches]
+        memories = [graphs._memory for graphs in (runner._graphs, drafting.recorded) if graphs]
+        lent = [block() for one in memories for block in one._lent.values()]
+        recorded = sum(one.nbytes for one in memories) + sum(one.nbytes for one in lent if one is not None)
+        weights = started.model.weight_bytes + started.source.weight_bytes
+        found.append((weights, limits, sum(x.nbytes for layer in kept for x in layer), recorded))
+        executor.start(protocol.Plan(step=-1, stop=0))
+        started.unload()
+
+    torch.set_num_threads(1)
+    threads.run(rank, 1)
+    ((weights, limits, kept, recorded),) = found
+    assert stage.loaded == weights and stage.weights["drafts"] > 0.1 * stage.loaded
+    assert limits.blocks * engine.BLOCK_SIZE * stage.kv_token == kept
+    assert 0 < recorded <= memory.activations(shape, Layout(1), memory.Workload(CONTEXT, 4, CONTEXT, "f32"), 64)
 
 
 def test_layers_that_share_an_indexer(tmp_path):

@@ -42,6 +42,7 @@ def test_llama_8b(shape):
         "experts": 0,
         "norms": 2 * (32 * 8_192 + 4_096),
         "head": 1_050_673_152,
+        "drafts": 0,
     }
     # KV: 32 layers x 2 x 8 heads x 128 x 2 bytes = 131,072 bytes a token
     (stage,) = memory.stages(model, Layout(1), ASKED.context)
