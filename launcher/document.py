@@ -332,6 +332,10 @@ hub id such as Qwen/Qwen3-0.6B, or a GGUF file. The `model_type` of its config.j
 architectures are in [formats.md](formats.md#gguf-files). Of models with vision the text model is served, and images
 where [vision.md](vision.md) names the type. Which models' layers for multi-token prediction (MTP) are read, and what
 drafts tokens for the others, is in [speculation.md](speculation.md#what-to-set-for-which-model).
+
+Not served are `qwen4_exp`, whose layers look up hashes of token ids in tables of n-grams, `kimi_k3`, whose sublayers
+attend to the outputs of blocks of layers before them and whose experts have an activation that no kernel here has, and
+`bitnet`, whose layers read activations in 8 bits.
 """
 CALLS = """\
 The model's chat template shows which format it writes; `--tool-call-parser NAME` and `--reasoning-parser NAME` choose

@@ -315,8 +315,9 @@ def test_each_type_is_served_where_tensors_and_layers_are_cut():
 
 
 def test_each_architecture_is_served():
-    others = {"kimi_k2", "mimo", "internlm2", "qwen"}  # deepseek_v3, qwen2 and llama by other names
+    others = {"kimi_k2", "mimo", "internlm2", "qwen", "baichuan"}  # deepseek_v3, qwen2 and llama by other names
     others |= {"bailing_moe", "moondream1"}  # transformers has no class: their own tests compare logits
     others |= {"glm5_next_text", "step3p5"}  # the text models of glm5_next and step3p7
+    others |= {"apertus1p5"}  # whose text model is apertus1p5_text
     others |= {"blip"}  # it says nothing without an image: its own test asks a server with one
     assert set(each(SERVED.values(), "model_type")) | others == set(architectures.supported())

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from ....comm.mesh import Mesh
 from .. import base
 from ..base import Count
@@ -38,10 +40,12 @@ class Args(ministral.Args):
 
 
 class Layer(base.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+    ATTENTION: type[nn.Module] = llama.Attention
+
+    def __init__(self, args: Any, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
         self.input_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps, bias=False)
-        self.self_attn = llama.Attention(args, mesh, index, local)
+        self.self_attn = self.ATTENTION(args, mesh, index, local)
         self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act)
 
     forward = phi.Layer.forward

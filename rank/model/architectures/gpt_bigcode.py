@@ -71,7 +71,7 @@ class Layer(base.Layer):
 
 
 class Decoder(phi.Decoder):
-    def __init__(self, args: Args, mesh: Mesh, layer: type[base.Layer]):
+    def __init__(self, args: base.Args, mesh: Mesh, layer: type[base.Layer]):
         super().__init__(args, mesh, layer)
         positions = PositionEmbedding(args.max_position_embeddings, args.hidden_size)
         self.embed_positions = positions if mesh.first else None

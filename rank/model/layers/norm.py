@@ -65,7 +65,7 @@ class Ones(ShardedModule):
 class LayerNorm(ShardedModule):
     """The layer norm over the last axis."""
 
-    fields = (Field("weight", "o"), Field("bias", "o"))
+    fields: tuple[Field, ...] = (Field("weight", "o"), Field("bias", "o"))
     rms_weight = None
 
     def __init__(self, size: int, eps: float, bias: bool = True, offset: float = 0.0):

@@ -160,6 +160,9 @@ MODELS = {
         sliding_window=11, final_logit_softcapping=3.0, attention_bias=True,
     ),
     "apertus": dict(model_type="apertus", attention_bias=True),
+    "apertus1p5_text": dict(  # transformers before 5.24 does not know it
+        model_type="apertus1p5_text", vocab_size=520, output_vocab_size=512, tie_word_embeddings=False,
+    ),
     "cohere2": dict(model_type="cohere2", sliding_window=11, logit_scale=0.7),
     "cohere2 biased": dict(
         model_type="cohere2", sliding_window=11, logit_scale=0.7, attention_bias=True,
@@ -469,6 +472,27 @@ MODELS = {
         vision_config=dict(
             model_type="llama4_vision_model", vision_output_dim=64, projector_input_dim=32, projector_output_dim=32,
         ),
+    ),
+    "cohere": dict(model_type="cohere", logit_scale=0.7),
+    "cohere normed": dict(
+        model_type="cohere", logit_scale=0.7, use_qk_norm=True, attention_bias=True, tie_word_embeddings=False,
+        num_key_value_heads=1, rope_parameters=dict(rope_type="default", rope_theta=1e3),
+    ),
+    "gptj": dict(model_type="gptj", num_attention_heads=6, num_key_value_heads=None, rotary_dim=4, n_inner=100),
+    "gptj rotated whole": dict(
+        model_type="gptj", num_attention_heads=6, num_key_value_heads=None, rotary_dim=8, activation_function="gelu",
+    ),
+    "olmo": dict(model_type="olmo"),
+    "olmo clipped": dict(model_type="olmo", clip_qkv=0.5, attention_bias=True, tie_word_embeddings=True),
+    "gpt2": dict(model_type="gpt2", num_key_value_heads=None, n_inner=100),
+    "gpt2 unscaled": dict(
+        model_type="gpt2", num_attention_heads=6, num_key_value_heads=None, scale_attn_by_inverse_layer_idx=True,
+        scale_attn_weights=False, activation_function="gelu", tie_word_embeddings=False,
+    ),
+    "opt": dict(model_type="opt", num_key_value_heads=None, ffn_dim=100),
+    "opt without biases": dict(
+        model_type="opt", num_key_value_heads=None, ffn_dim=100, enable_bias=False, tie_word_embeddings=False,
+        num_attention_heads=6,
     ),
     "stablelm": dict(model_type="stablelm", num_attention_heads=6, num_key_value_heads=6, use_qkv_bias=True),
     "stablelm parallel": dict(

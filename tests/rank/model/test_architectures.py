@@ -329,7 +329,7 @@ def test_what_is_refused(tmp_path, model_type, changes, message):
 def test_each_architecture_is_here():
     # test_fidelity.py, test_chatglm.py, …
     elsewhere = {"llama", "qwen3", "bailing_moe", "blip", "chatglm", "internlm2", "kimi_k2", "mimo", "moondream1"}
-    elsewhere |= {"qwen", "glm5_next_text", "step3p5"}
+    elsewhere |= {"qwen", "apertus1p5", "baichuan", "glm5_next_text", "step3p5"}
     assert set(each(MODELS.values(), "model_type")) | elsewhere == set(architectures.supported())
 
 

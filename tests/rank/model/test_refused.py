@@ -31,6 +31,12 @@ REFUSED = [
     ("starcoder2", {"hidden_act": "quick_gelu"}, "activation 'quick_gelu' is not supported"),
     ("gpt_bigcode", {"multi_query": False}, "multi_query False is not supported"),
     ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention True is not supported"),
+    ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported"),
+    ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported"),
+    ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size is 0, expected int, at least 1"),
+    ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "layer type 'sliding_attention' is not supported"),
+    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),
+    ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim 24 is not supported"),
     ("gpt_bigcode", {"n_head": "many"}, "config.json: n_head is 'many', not a positive integer"),
     ("gpt_bigcode", {"n_embd": None}, "config.json has no n_embd"),
     ("gpt_bigcode", {"activation_function": 3}, "activation_function is 3, expected str"),
@@ -85,7 +91,17 @@ REFUSED = [
     ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
 ]
 # Types without a rope, or with none by default.
-UNROTATED = "blip", "glm5_next", "glm5_next_text", "gpt_bigcode", "granitemoehybrid", "kimi_linear", "nemotron_h"
+UNROTATED = (
+    "blip",
+    "glm5_next",
+    "glm5_next_text",
+    "gpt2",
+    "gpt_bigcode",
+    "granitemoehybrid",
+    "kimi_linear",
+    "nemotron_h",
+    "opt",
+)
 MISSING = [
     ("phi", "model.layers.1.self_attn.dense.bias"),
     ("phi", "model.layers.0.mlp.fc2.weight"),
@@ -99,6 +115,12 @@ MISSING = [
     ("gpt_bigcode", "transformer.h.0.attn.c_attn.weight"),
     ("gpt_bigcode", "transformer.h.3.ln_2.bias"),
     ("gpt_bigcode", "transformer.wpe.weight"),
+    ("gpt2", "transformer.h.1.mlp.c_fc.weight"),
+    ("gptj", "transformer.h.2.mlp.fc_in.bias"),
+    ("llama4_text", "model.layers.1.feed_forward.router.weight"),
+    ("llama4_text", "model.layers.0.feed_forward.down_proj.weight"),
+    ("opt", "model.decoder.layers.1.fc2.bias"),
+    ("opt", "model.decoder.layers.0.final_layer_norm.weight"),
 ]
 
 
@@ -135,7 +157,9 @@ TYPES = {options["model_type"]: options for options in reversed(MODELS.values())
     "llama": COMMON | {"model_type": "llama"}, "qwen3": COMMON | {"model_type": "qwen3"},
     "kimi_k2": MODELS["deepseek_v3"] | {"model_type": "deepseek_v3"}, "chatglm": test_chatglm.CONFIG,
     "bailing_moe": test_bailing_moe.CONFIG, "internlm2": COMMON | {"model_type": "internlm2"},
-    "qwen": COMMON | {"model_type": "qwen"},
+    "qwen": COMMON | {"model_type": "qwen"}, "baichuan": COMMON | {"model_type": "baichuan"},
+    "apertus1p5_text": COMMON | MODELS["apertus1p5_text"],
+    "apertus1p5": {"model_type": "apertus1p5", "text_config": COMMON | MODELS["apertus1p5_text"], "vision_config": {}},
     "step3p5": MODELS["step3p7"]["text_config"] | {"model_type": "step3p5"},
     "glm5_next_text": MODELS["glm5_next"]["text_config"] | {"model_type": "glm5_next_text", "index_topk": 32},
     "mimo": COMMON | {"model_type": "qwen2"}, "moondream1": test_moondream1.CONFIG,

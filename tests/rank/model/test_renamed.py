@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from phalanx.errors import FatalError
 from phalanx.rank.model import architectures
 from safetensors.torch import load_file, save_file
 
@@ -12,6 +13,7 @@ from .harness import distance, run_steps, tokens
 from .test_architectures import options_of, write
 
 INTERNLM2 = dict(model_type="llama", head_dim=8, tie_word_embeddings=False)
+BAICHUAN = dict(model_type="llama", num_key_value_heads=12, tie_word_embeddings=False)
 QWEN = dict(model_type="qwen2", num_key_value_heads=12, intermediate_size=48, tie_word_embeddings=False)
 
 
@@ -44,7 +46,17 @@ def qwen(weights, config):
     )  # fmt: skip
 
 
+def baichuan(weights, config):
+    """Baichuan's tensors and config of Llama's."""
+    made = dict(weights)
+    for name in [name for name in weights if re.search(r"\.q_proj\.", name)]:
+        parts = [made.pop(name.replace("q_proj", f"{one}_proj")) for one in "qkv"]
+        made[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+    return made, config
+
+
 CASES = {
+    "baichuan": (BAICHUAN, baichuan),
     "internlm2": (INTERNLM2 | dict(hidden_size=96), internlm2),
     "internlm2 few keys": (INTERNLM2 | dict(hidden_size=96, num_key_value_heads=1), internlm2),
     "qwen": (QWEN, qwen),
@@ -60,9 +72,34 @@ def test_logits(tmp_path, expected, name, tp, pp):
     here.mkdir()
     write(there, **options)
     config = options_of(**options) | json.loads((there / "config.json").read_text())
-    weights, theirs = convert(load_file(there / "model.safetensors"), config)
-    spelled = architectures.find(model_type).Model.spelled
-    save_file({spelled(key): x.contiguous() for key, x in weights.items()}, here / "model.safetensors")
-    (here / "config.json").write_text(json.dumps(theirs | {"model_type": model_type}))
+    save(here, model_type, *convert(load_file(there / "model.safetensors"), config))
     (logits,) = run_steps(here, [ids], [[(0, 33)], [(0, 23)], *[[(0, 1)]] * 4], tp=tp, pp=pp, max_model_len=512)
     assert distance(logits, expected(there, ids)) < 1e-4
+
+
+def save(path, model_type, weights, config):
+    spelled = architectures.find(model_type).Model.spelled
+    save_file({spelled(key): x.contiguous() for key, x in weights.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_the_head_of_baichuan_2_is_normed(tmp_path, expected, tp):
+    there, here, ids = tmp_path / "there", tmp_path / "here", tokens(20)
+    here.mkdir()
+    write(there, **BAICHUAN, vocab_size=125696)
+    weights = load_file(there / "model.safetensors")
+    save(here, "baichuan", *baichuan(weights, json.loads((there / "config.json").read_text())))
+    (logits,) = run_steps(here, [ids], tp=tp)
+    assert distance(logits, expected(there, ids) / weights["lm_head.weight"].norm(dim=1)) < 1e-4
+
+
+def test_baichuan_13b_is_refused(tmp_path):
+    save(
+        tmp_path,
+        "baichuan",
+        {"x": torch.zeros(1)},
+        options_of(**BAICHUAN) | {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 40},
+    )
+    with pytest.raises(FatalError, match="13B.*ALiBi"):
+        run_steps(tmp_path, [tokens(2)])

@@ -89,7 +89,7 @@ OTHERS = {
     },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
-    "gpt_bigcode": {"n_inner": 500},
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), {"n_inner": 500}),
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 3, "block_multiple_of": 1}),
     "ernie4_5_moe": {"moe_num_experts": 7, "moe_k": 2},
     "falcon_h1": {"mamba_n_heads": 12, "mamba_d_ssm": 768, "mamba_d_state": 32},
@@ -108,7 +108,7 @@ OTHERS = {
     },
 }  # fmt: skip
 REFUSED = [
-    ("phi", "tied"), ("moondream1", "tied"), ("nemotron_h", "biased"), ("falcon_h1", "biased"),
+    ("phi", "tied"), ("gptj", "tied"), ("moondream1", "tied"), ("nemotron_h", "biased"), ("falcon_h1", "biased"),
     ("ernie4_5_moe", "biased"), ("hy_v3", "biased"), ("bailing_hybrid", "biased"),
     ("minimax_m3_vl", "few keys"), ("minimax_m3_vl_text", "few keys"),
 ]  # fmt: skip
