@@ -1,9 +1,8 @@
 """The lightning indexer on GPUs, in Triton (indexer.py documents the computation); imported on GPUs alone.
 
-Scores are computed by programs that share each sequence's tiles of the cache. Then a radix select finds each token's
-best scores: of a few tokens several programs have a part of the scores each. All read lengths on the device and launch
-the same grids whatever these are, so that captured steps need no more. A token that sees no more tokens than are chosen
-has no scores.
+Scores are computed by programs that share each sequence's tiles of the cache; then topk_select.cu finds each token's
+best ones. All read lengths on the device and launch the same grids whatever these are, so that captured steps need no
+more. A token that sees no more tokens than are chosen has no scores.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..device import device_caps, dot_precision
 from ..rope.fp8_triton import exponent_of, narrow, scales_at, widen
 from ..rope.rope import CosSin
+from . import topk_select
 from .decode_split_kv_triton import slots_of
 from .mla_store_triton import STORE_HEADS, _rotate
 from .mla_triton import _bytes
@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 TOGETHER = 8  # tokens of a sequence for which one program reads a tile of keys, at most
 STAGES = 3  # tiles of keys that a program of one token has under way
-PROGRAMS = 8  # of a kernel, for each multiprocessor
-CHUNK = 2048  # scores that a program looks at together
-PARTS = 32  # of a token's scores, at most
-RADIX_BITS = tl.constexpr(8)
-RADIX = tl.constexpr(256)
+PROGRAMS = 4  # of a kernel, for each multiprocessor
 
 
 def rope_and_store_index(
@@ -52,14 +48,14 @@ def rope_and_store_index(
 
 def choose(
     q: Tensor, weights: Tensor, cache: Tensor, piece: Piece, rotated: int, slots: Tensor, counts: Tensor,
-    scales: Tensor | None = None, tile: int = 0, chunk: int = CHUNK, programs: int = 0,
+    scales: Tensor | None = None, tile: int = 0, programs: int = 0,
 ) -> None:  # fmt: skip
     """choose_reference of indexer.py."""
     (tokens, heads, dim), topk = q.shape, slots.shape[1]
     assert q.stride()[1:] == (dim, 1) and weights.stride(1) == 1 and cache.is_contiguous() and slots.is_contiguous()
     tables, query_len, seen = piece.tables, piece.query_len, piece.seen
     scores = torch.empty(tokens, piece.longest, dtype=torch.float32, device=q.device)
-    tile = tile or (128 if q.element_size() == 2 else 32)
+    tile = tile or (32 if q.element_size() == 4 else 64 if query_len == 1 else 128)
     together = 1 if query_len == 1 else TOGETHER
     groups = len(tables) * triton.cdiv(query_len, together)
     if not programs:
@@ -71,24 +67,7 @@ def choose(
         max(16, triton.next_power_of_2(dim - rotated)), cache.shape[1], tile, together, int(scales is not None),
         dot_precision(q), num_warps=4, num_stages=STAGES if query_len == 1 else 2,
     )  # fmt: skip
-    parts = min(PARTS, max(1, programs * groups // tokens), triton.cdiv(piece.longest, chunk))
-    select(scores, tables, seen, slots, counts, query_len, cache.shape[1], parts, chunk)
-
-
-def select(
-    scores: Tensor, tables: Tensor, seen: Tensor, slots: Tensor, counts: Tensor, query_len: int, block_size: int,
-    parts: int, chunk: int = CHUNK,
-) -> None:  # fmt: skip
-    """Write slots [T, topk] and counts [T] of the best of scores [T, most], of which the first seen [T] are there where
-    they are more than topk. parts: programs of a token."""
-    (tokens, topk), grid = slots.shape, (parts, len(slots))
-    found = torch.empty(4, tokens, parts, RADIX.value, dtype=torch.int32, device=scores.device)
-    for i in range(4):
-        count_kernel[grid](scores, seen, found, topk, scores.stride(0), i, chunk, PARTS, num_warps=8)
-    select_kernel[grid](
-        scores, tables, seen, found, slots, counts, query_len, topk, scores.stride(0), tables.stride(0), block_size,
-        chunk, PARTS, num_warps=8,
-    )  # fmt: skip
+    topk_select.topk_select(scores, tables, seen, slots, counts, query_len, cache.shape[1])
 
 
 @triton.jit
@@ -199,101 +178,3 @@ def score_kernel(
                         q, weights, row, q_row, weights_row, HEADS, DIM, ROPE, HEADS_PADDED, ROPE_PADDED, REST_PADDED
                     )
                     tl.store(scores + row * scores_row + positions, _scored(kr, kn, xr, xn, w, PRECISION), mask=valid)
-
-
-@triton.jit
-def _ordered(scores, at, seen, CHUNK: tl.constexpr):
-    """Scores from a position on as unsigned integers of the same order, a NaN as a zero; and which are seen."""
-    positions = at + tl.arange(0, CHUNK)
-    valid = positions < seen
-    x = tl.load(scores + positions, mask=valid, other=0.0)
-    bits = tl.where(x == x, x + 0.0, 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000, positions, valid
-
-
-@triton.jit
-def _range(length, CHUNK: tl.constexpr):
-    """The scores of this program's part, whole chunks, and how many parts have some."""
-    each = tl.maximum(tl.cdiv(tl.cdiv(length, tl.num_programs(0)), CHUNK), 1) * CHUNK
-    start = tl.program_id(0) * each
-    return start, tl.minimum(start + each, length), tl.cdiv(length, each)
-
-
-@triton.jit
-def _next_digit(found, live, least, lacking, SHIFT: tl.constexpr, MOST: tl.constexpr):
-    """The least of the best scores, whose digits above SHIFT are known, with one digit more, which follows from how
-    many scores of each part have each digit; and how many of the scores with these digits are among the best. Then how
-    many larger ones, and how many with these digits, this pass has counted in the parts before this one."""
-    parts, bins = tl.arange(0, MOST), tl.arange(0, RADIX)
-    of_parts = tl.load(found + parts[:, None] * RADIX + bins[None, :], mask=(parts < live)[:, None], other=0)
-    before = tl.sum(tl.where((parts < tl.program_id(0))[:, None], of_parts, 0), 0)
-    total = tl.sum(of_parts, 0)
-    above = tl.sum(total) - tl.cumsum(total)  # of each digit, those with a larger one
-    digit = tl.sum((above >= lacking).to(tl.int32))
-    lacking -= tl.sum(tl.where(bins == digit, above, 0))
-    larger, equal = tl.sum(tl.where(bins > digit, before, 0)), tl.sum(tl.where(bins == digit, before, 0))
-    return least | (digit.to(tl.uint32) << SHIFT), lacking, larger, equal
-
-
-@triton.jit(do_not_specialize=["topk", "scores_row"])
-def count_kernel(
-    scores, seen, found, topk, scores_row, PASS: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """How many of a part of a token's scores have each digit, of those whose digits before are those of the least of
-    the best: to found [4, tokens, parts, RADIX] of this pass."""
-    token, passed = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * RADIX
-    length = tl.load(seen + token)
-    start, stop, live = _range(length, CHUNK)
-    if (length > topk) & (start < length):
-        found += token * tl.num_programs(0) * RADIX
-        least, lacking = tl.full([], 0, tl.uint32), topk
-        for i in tl.static_range(PASS):
-            least, lacking, _, _ = _next_digit(found + i * passed, live, least, lacking, 24 - i * RADIX_BITS, MOST)
-        SHIFT: tl.constexpr = 24 - PASS * RADIX_BITS
-        counted = tl.zeros([RADIX], tl.int32)
-        for at in range(start, stop, CHUNK):
-            x, positions, valid = _ordered(scores + token * scores_row, at, stop, CHUNK)
-            if PASS > 0:
-                valid = valid & ((x >> (SHIFT + RADIX_BITS)) == (least >> (SHIFT + RADIX_BITS)))
-            digit = ((x >> SHIFT) & (RADIX - 1)).to(tl.int32)
-            counted += tl.histogram(tl.where(valid, digit, 0), RADIX, mask=valid)
-        tl.store(found + PASS * passed + tl.program_id(0) * RADIX + tl.arange(0, RADIX), counted)
-
-
-@triton.jit(do_not_specialize=["query_len", "topk", "scores_row", "table_row"])
-def select_kernel(
-    scores, tables, seen, found, slots, counts, query_len, topk, scores_row, table_row, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """A part of a token's best scores, of equal ones the first: the four passes of a radix select have counted
-    (`count_kernel`), from which the least of the best follows, and how many are chosen in the parts before."""
-    token, passed = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * RADIX
-    length = tl.load(seen + token)
-    start, stop, live = _range(length, CHUNK)
-    table, to = tables + token // query_len * table_row, slots + token * topk
-    if tl.program_id(0) == 0:
-        tl.store(counts + token, tl.minimum(length, topk))
-    if length <= topk:
-        for at in range(start, stop, CHUNK):
-            positions = at + tl.arange(0, CHUNK)
-            valid = positions < stop
-            tl.store(to + positions, slots_of(table, positions, valid, BLOCK).to(tl.int32), mask=valid)
-    elif start < length:
-        found += token * tl.num_programs(0) * RADIX
-        least, lacking = tl.full([], 0, tl.uint32), topk
-        written, level = 0, 0
-        for i in tl.static_range(4):
-            least, lacking, larger, level = _next_digit(
-                found + i * passed, live, least, lacking, 24 - i * RADIX_BITS, MOST
-            )
-            written += larger
-        written += tl.minimum(level, lacking)
-        for at in range(start, stop, CHUNK):
-            x, positions, valid = _ordered(scores + token * scores_row, at, stop, CHUNK)
-            equal = (valid & (x == least)).to(tl.int32)
-            chosen = (valid & (x > least)) | ((equal > 0) & (level + tl.cumsum(equal) <= lacking))
-            ones = chosen.to(tl.int32)
-            rank = written + tl.cumsum(ones) - 1
-            tl.store(to + rank, slots_of(table, positions, valid, BLOCK).to(tl.int32), mask=chosen)
-            written += tl.sum(ones)
-            level += tl.sum(equal)

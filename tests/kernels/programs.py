@@ -294,6 +294,7 @@ PROGRAMS = [
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 48, COPIED._replace(panels=8, per_sm=1), True))),
     ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, BY_TMA, True))),
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 48, BY_TMA, True))),
+    ("topk_select", dict(T=torch.float32, THREADS=1024)),
     ("decode_inputs", dict(T=torch.int64, QUERY=1)),
     ("decode_inputs", dict(T=torch.int64, QUERY=4)),
     ("router", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),

@@ -105,7 +105,7 @@ def test_kernels_in_the_interpreter():
     interpret("attention.indexing")
 
 
-KERNELS = "store_kernel", "score_kernel", "count_kernel", "select_kernel"
+KERNELS = "store_kernel", "score_kernel"
 CASES = [
     (torch.bfloat16, 90, False), (torch.bfloat16, 90, True), (torch.float16, 80, True), (torch.bfloat16, 100, False),
     (torch.float32, 90, False), (torch.float32, 80, True), (torch.bfloat16, 100, True),
@@ -123,6 +123,7 @@ def test_compiles(dtype, arch, fp8, monkeypatch):
     launches = {name: Recorder() for name in KERNELS}
     for name, recorder in launches.items():
         monkeypatch.setattr(indexer_triton, name, recorder)
+    monkeypatch.setattr(indexer_triton.topk_select, "topk_select", lambda *_: None)
     rows, q, weights, cache, scales = make_step(DEEPSEEK, (1, [1, 1], [301, 5]), dtype, fp8)
     norm = indexer.IndexNorm(q[0, 0], q[0, 0], 1e-6)
     slots, turn = torch.zeros(2, dtype=torch.int64), CosSin(*torch.zeros(2, 2, 1, 64))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from phalanx.kernels.attention.topk_select import topk_select
 
 from ...devices import require_gpu
 from . import indexing
@@ -36,9 +37,8 @@ def test_choice(sizes, dtype, fp8):
         indexing.check_choice(sizes, step, dtype, fp8, "cuda")
 
 
-@pytest.mark.parametrize("parts", [1, 2, 32])
-def test_ties(parts):
-    indexing.check_ties(parts, "cuda")
+def test_topk():
+    indexing.check_topk(topk_select, "cuda")
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
