@@ -45,7 +45,9 @@ class Step:
             written, others = torch.arange(BLOCKS).roll(i % 2 * rows).split([rows, BLOCKS - rows])
             tables = others[torch.randint(BLOCKS - rows, (rows, WIDTH))]
             tables[torch.arange(rows), positions // SIZE] = written
-            columns = [torch.arange(rows), ids, positions, held, blocks, blocks.cumsum(0) - blocks]
+            shift = torch.zeros(rows)
+            columns = [torch.arange(rows), ids, positions, held, blocks, blocks.cumsum(0) - blocks, shift]
+            assert len(columns) == decode_inputs.num_columns(1)
             parts = [head, *columns, tables.flatten()]
             self.given.append(torch.cat([part.int() for part in parts]).cuda())
         self.sent = self.given[0].clone()

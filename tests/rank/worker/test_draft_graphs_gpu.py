@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.comm import mesh, threads
-from phalanx.rank.worker.graphs import DecodeGraphs
+from phalanx.rank.worker import graphs
 from phalanx.rank.worker.model_runner import step_stream
 
 from ...devices import require_gpu
@@ -14,24 +14,17 @@ require_gpu()
 __all__ = ["made"]  # a fixture
 
 
-class Graphs(DecodeGraphs):
-    """Steps of one row more than are asked for."""
-
-    def __init__(self, rank):
-        super().__init__(rank.model, rank.state, rank.last, rank.caches, rank.upload, (1, 3))
-        self.sizes = [4]
-        self._sizes = {1: self.sizes, 3: self.sizes}
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sampling", CASES, ids=["greedy", "mixed"])
-def test_captured_drafts_are_those_of_eager_steps(made, name, sampling):
+def test_captured_drafts_are_those_of_eager_steps(made, name, sampling, monkeypatch):
+    monkeypatch.setattr(graphs, "capture_sizes", lambda *_: [4])
     path, wanted = made(name)
 
     def work(comm):
         torch.cuda.set_stream(step_stream(torch.device("cuda", 0)))
         eager, captured = (Rank(mesh.build(comm, 1, 1, ep=1), path, wanted, sampling, device="cuda") for _ in range(2))
-        captured.graphs = Graphs(captured)
+        of = captured.model, captured.state, captured.last, captured.caches, captured.upload, (1, 3)
+        captured.graphs = graphs.DecodeGraphs(*of)
         captured.graphs.capture(lambda done: None)
         captured.drafting.capture(captured.graphs, lambda done: None)
         return drafted(eager), drafted(captured)
