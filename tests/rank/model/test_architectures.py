@@ -134,7 +134,16 @@ def test_kimi_k2(made, tmp_path, expected):
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name",
-    ["deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl_text", "minimax_m3_vl"],
+    [
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",
+        "glm_moe_dsa",
+        "llama4_text",
+        "minimax_m3_vl_text",
+        "minimax_m3_vl",
+    ],  # fmt: skip
 )
 @pytest.mark.parametrize("tp, pp", [(1, 1), (3, 1), (2, 2)])
 def test_chunks_and_mixed_batches(made, expected, name, tp, pp):
