@@ -44,6 +44,8 @@ OTHERS = (
         "step3p7",
         "minimax_m3_vl_text",
         "minimax_m3_vl",
+        "llama4",
+        "llama4_text",
     ),
 )
 ALL = 1 << 20
