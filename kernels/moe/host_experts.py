@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,11 +86,20 @@ def _experts(given: Inputs) -> Tensor:
     return y
 
 
-class Round(NamedTuple):
+@dataclass
+class Round:
     """Operations that compute the routed tokens of some experts."""
 
     calls: ops.Calls
     before: int  # how many come before the first one that reads weights: they prepare rows
+
+    @functools.cached_property
+    def packed(self) -> ctypes.Array[Any]:
+        """As C++ takes them, to run again and again."""
+        return ops.call_array([(op.address, ops.pack(values)) for op, values in self.calls])
+
+    def run(self, threads: int) -> None:
+        ops.run_calls(self.packed, len(self.calls), threads)
 
 
 class HostRouted:
@@ -119,8 +129,8 @@ class HostRouted:
         experts have a weight by `at`, which is read when they run: they may run again when what lies in these tensors
         has changed. The last one alone adds up."""
         self._used = 0
-        calls, before = self._round(stack, at, slice(0, self.ids.numel()), out.dtype)
-        return Round((*calls, self._combine(out)), before)
+        one = self._round(stack, at, slice(0, self.ids.numel()), out.dtype)
+        return Round((*one.calls, self._combine(out)), one.before)
 
     def _round(self, stack: Experts, at: Tensor, mine: slice, summed: torch.dtype) -> Round:
         """Operations of one pass over the routed rows. Rows without a local expert are left undefined. summed: the

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..cpp import ops
 from .host_choice import Choice
+from .host_experts import Round
 
 LIMIT = 300.0  # seconds that either side waits for the other: a job may be suspended, but nothing waits for ever
 LATE = {  # what stands behind the count of the layers that are computed
@@ -39,7 +40,7 @@ class Layer(NamedTuple):
     """The host's work for a layer with so many tokens."""
 
     packed: bytes
-    local_experts: tuple[Any, ...]  # what it points to
+    held: tuple[Any, ...]  # what it points to
 
 
 class Step(NamedTuple):
@@ -51,18 +52,17 @@ class Step(NamedTuple):
 
 
 def layer(
-    choice: Choice, choose: tuple[int, bytes], lag: Tensor, calls: ctypes.Array[Any], before: int, made: Tensor,
-    copies: int, *local_experts: Any,
-) -> Layer:  # fmt: skip
-    """choose: of `Choice.call`, with this lag, which is learnt. calls and before: `HostRouted.all_calls` of the
-    choice's experts. made: [T, H], what they fill. copies: what they are for. held: what all of them point to."""
-    args = ctypes.create_string_buffer(choose[1])
+    choice: Choice, choose: tuple[int, bytes], lag: Tensor, work: Round, made: Tensor, copies: int, *held: Any
+) -> Layer:
+    """choose: of `Choice.call`, with this lag, which is learnt. work: `HostRouted.all_calls` of the choice's experts.
+    made: [T, H], what they fill. copies: what they are for. held: what all of them point to."""
+    args, calls = ctypes.create_string_buffer(choose[1]), work.packed
     _, _, copied, adopted, found = (one.data_ptr() for one in choice.results)
     where = choose[0], ctypes.addressof(args), found, copied, adopted, ctypes.addressof(calls), len(calls)
     alone = PLACED if len(made) <= ALONE else 0
-    counts = alone, FEW_NUMBERS // made.shape[1], before, made.data_ptr(), made.nbytes, copies
+    counts = alone, FEW_NUMBERS // made.shape[1], work.before, made.data_ptr(), made.nbytes, copies
     packed = struct.pack("14qd", *where, *counts, lag.data_ptr(), choice.costs.copy)
-    return Layer(packed, (choice, args, lag, calls, made, *local_experts))
+    return Layer(packed, (choice, args, lag, work, made, *held))
 
 
 def step(layers: Sequence[Layer]) -> Step:

@@ -14,7 +14,8 @@ from torch import Tensor
 from ....kernels.moe.host_exchange import Made
 from ..batch import Batch
 from .host import HostExperts
-from .host_buffers import KEPT, HostView, SharedBuffers, Sums, Views
+from .host_buffers import KEPT, HostView, Views
+from .small_batch import SharedBuffers, Sums
 
 
 class Deferral:

@@ -8,7 +8,7 @@ Where the host's memory cannot hold all experts of a layer, the rank's first one
 alone, in the last slots, and never leave them. Here experts are numbered from the first one in host memory on, and the
 fixed ones come last.
 
-Captured small-batch steps are whole (small_batch.py). Others are in packed tiles around the host's part
+Captured small-batch steps are whole (small_batch.py). Others are in segments around the host's part
 (kernels/segmented_graph.py): a segment ends with copies of the layer's tokens and choices to the host; the next one
 computes the resident experts meanwhile.
 """
@@ -26,12 +26,11 @@ from torch import Tensor
 from ....kernels import jit
 from ....kernels.moe import host_exchange
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
-from ....kernels.moe.host_experts import Experts, HostRouted, computed_in
+from ....kernels.moe.host_experts import Experts, HostRouted, Round, computed_in
 from ....kernels.moe.moe import Biases, Inputs, LocalExperts, fused_experts
 from ....kernels.segmented_graph import on_host
-from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept, SharedBuffers, Sums
-from .host_steps import Counters
-from .small_batch import FEW, SmallBatch
+from .host_buffers import KEPT, Buffer, HostStack, HostView
+from .small_batch import FEW, Counters, SharedBuffers, SmallBatch, Sums
 from .streamer import Streamer
 
 ALL = 4  # stream all experts once there are ALL times as many routed tokens as experts
@@ -245,7 +244,7 @@ class HostExperts:
         x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
         return HostRouted(x, ids, weights, self.act, self.host_biases, self.local_experts.first)
 
-    def _kept(self, view: HostView, tokens: int) -> Kept:
+    def _kept(self, view: HostView, tokens: int) -> Round:
         """The CPU's part of so small batches."""
         routed = functools.partial(self._pairs, view, tokens)
         return view.work.of(self.layer, self._choice.on_cpu, routed, self.host_biases, view.made[:tokens])
@@ -317,14 +316,16 @@ def _each(biases: Biases, change: Callable[[Tensor], Tensor]) -> Biases:
     return Biases(*(None if one is None else change(one) for one in biases))
 
 
+@dataclass
 class Pending:
     """State that `begin` hands to `finish`."""
 
-    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor):
-        self.x, self.ids, self.weights = x, ids, weights
-        self.view: HostView | None = None
-        self.small_batch: SmallBatch | None = None
-        self.made: Tensor | None = None  # by resident experts
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    view: HostView | None = None
+    small_batch: SmallBatch | None = None
+    made: Tensor | None = None  # by resident experts
 
     def __len__(self) -> int:
         return len(self.x)

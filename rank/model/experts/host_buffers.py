@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....kernels import host_memory
-from ....kernels.cpp import ops
-from ....kernels.moe import host_exchange
-from ....kernels.moe.host_exchange import Made
 from ....kernels.moe.host_experts import Experts, HostRouted, Round
 from ....kernels.moe.moe import Biases
 from ....kernels.quantized import gpu_layout
-from .host_steps import Counters, Steps
 
 KEPT = 16  # tokens of steps whose operations are kept
-
-
-class Kept(NamedTuple):
-    """Operations as C++ takes them, and runs again."""
-
-    packed: ctypes.Array[Any]
-    round: Round  # whose tensors they read
-
-    def run(self, threads: int) -> None:
-        ops.run_calls(self.packed, len(self.round.calls), threads)
 
 
 class HostWork:
@@ -36,19 +21,17 @@ class HostWork:
 
     def __init__(self) -> None:
         self._pairs: dict[Hashable, HostRouted] = {}  # which one layer after the other fills
-        self._kept: dict[Hashable, Kept] = {}
+        self._kept: dict[Hashable, Round] = {}
 
-    def of(self, layer: HostStack, at: Tensor, routed: Callable[[], HostRouted], biases: Biases, out: Tensor) -> Kept:
-        """`HostRouted.all_calls` of one layer, always the same for as many tokens. routed tokens: makes them."""
+    def of(self, layer: HostStack, at: Tensor, routed: Callable[[], HostRouted], biases: Biases, out: Tensor) -> Round:
+        """`HostRouted.all_calls` of one layer, always the same for as many tokens. routed: makes them."""
         key = id(layer), len(out)
         if key not in self._kept:
             of = layer.form, len(out)
             if of not in self._pairs:
                 self._pairs[of] = routed()
             self._pairs[of].biases = biases
-            one = self._pairs[of].all_calls(layer.stack, at, out)
-            packed = ops.call_array([(op.address, ops.pack(values)) for op, values in one.calls])
-            self._kept[key] = Kept(packed, one)
+            self._kept[key] = self._pairs[of].all_calls(layer.stack, at, out)
         return self._kept[key]
 
 
@@ -80,7 +63,7 @@ class HostView:
 
 
 class Views:
-    """Views of one packed tile of memory, which grows with the longest step."""
+    """Views of memory that grows with the longest step."""
 
     def __init__(self) -> None:
         self._views: dict[int, HostView] = {}
@@ -108,30 +91,6 @@ class Views:
         # Rows of captured steps that are padding are never filled: zeros do no harm.
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         self._whole = host, there, made, out, HostWork()
-
-
-class SharedBuffers:
-    """Buffers of one rank with a GPU."""
-
-    def __init__(self, counters: Counters) -> None:
-        self.counters = counters
-        self._views = Views()
-        self.steps: Steps | None = None  # where the device can
-
-    def view(self, x: Tensor, ids: Tensor) -> HostView:
-        if self.steps is None and host_exchange.supports(x.device):
-            self.steps = Steps(x.device, self.counters)
-        return self._views.view(x, ids)
-
-
-class Sums:
-    """Buffers of a layer's tokens and the CPU's sums in a step with a GPU, and what the layer adds: its own sums."""
-
-    def view(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> HostView:
-        return buffers.view(x, ids)
-
-    def added(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> Made:
-        return Made(self.view(buffers, x, ids).made)
 
 
 class HostStack:

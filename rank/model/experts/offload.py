@@ -28,9 +28,9 @@ from ..weights.slicing import ShardedModule
 from .deferral import Deferral
 from .fused import FusedExperts, StackedLinear
 from .host import AUTO, HostExperts, Shared
-from .host_buffers import KEPT, HostStack, HostWork, SharedBuffers
-from .host_steps import Counters
+from .host_buffers import KEPT, HostStack, HostWork
 from .node_copy import NodeCopy
+from .small_batch import Counters, SharedBuffers
 from .streamer import BUFFER, BUFFERS, Streamer
 
 CHOSEN = 8  # experts of a token that is timed

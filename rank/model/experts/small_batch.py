@@ -14,7 +14,9 @@ left of the copy when the CPU is done.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,11 +24,10 @@ from torch import Tensor
 from ....kernels.moe import host_exchange, host_service
 from ....kernels.moe.host_choice import ADOPTED, Choice, Residency
 from ....kernels.moe.host_exchange import Arriving, Exchange, Made, Part, Slots
-from ....kernels.moe.host_experts import Experts
-from ....kernels.moe.host_service import Layer
-from ....kernels.segmented_graph import capturing
-from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept
-from .host_steps import Steps
+from ....kernels.moe.host_experts import Experts, Round
+from ....kernels.moe.host_service import Layer, Step
+from ....kernels.segmented_graph import SegmentedGraph, capturing
+from .host_buffers import KEPT, Buffer, HostStack, HostView, Views
 from .streamer import Streamer
 
 FEW = KEPT  # tokens
@@ -36,10 +37,92 @@ CPU_ROUTED = 16
 # (h100-fetch-2026-11-25.txt): a CPU that takes longer for an expert than that is too slow to serve alone.
 DEARER = 2.0
 
-Work = Callable[[HostView, int], Kept]
-
-
+Work = Callable[[HostView, int], Round]
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Tensor], Tensor]  # of numbered experts
+
+
+@dataclass
+class Counters:
+    """Experts that layers of steps have used, by how they were served, and experts that became resident."""
+
+    resident: int = 0
+    cpu: int = 0
+    streamed: int = 0
+    loaded: int = 0
+
+    def clear(self) -> None:
+        self.resident = self.cpu = self.streamed = self.loaded = 0
+
+
+class Steps:
+    """Steps of one rank with a GPU: the host's parts of captured ones are posted a segment at a time."""
+
+    def __init__(self, device: torch.device, counters: Counters):
+        self.exchange, self.counters = Exchange(device), counters
+        self.service = self.exchange.service
+        self._told = [0] * len(host_service.SERVED)
+        # The latest segment that was captured, and its layers
+        self._captured: tuple[SegmentedGraph, int, list[tuple[SmallBatch, HostView]]] | None = None
+
+    def add(self, segmented: SegmentedGraph, small_batch: SmallBatch, view: HostView) -> None:
+        """This layer is the next one of what is captured.
+
+        Layers are posted by segments, as the host's part between two of them may `drain`: a layer that is served
+        otherwise stands there, and what is not launched yet would never be done.
+        """
+        latest = self._captured
+        if latest is None or latest[0] is not segmented or latest[1] != len(segmented):
+            latest = self._captured = segmented, len(segmented), []
+            segmented.later(functools.partial(self._post, latest[2], {}))
+        latest[2].append((small_batch, view))
+
+    def _post(self, layers: list[tuple[SmallBatch, HostView]], made: dict[int, Step], tokens: int) -> None:
+        """A segment of these layers is launched. made: what the host does for so many real tokens."""
+        try:
+            if tokens not in made:
+                made[tokens] = host_service.step([batch.layer_of(view, tokens) for batch, view in layers])
+            layers[0][0].streamer.lent()
+            self.service.post(made[tokens])
+        except BaseException:
+            self.service.give_up()
+            raise
+        self.count()
+
+    def drain(self) -> None:
+        """Until all that was posted is done: then nothing else changes which experts are resident."""
+        self.service.drain()
+        self.count()
+
+    def count(self) -> None:
+        """The service's counts since the last call."""
+        now = self.service.totals[len(host_service.TIMES) :].tolist()
+        for name, new, old in zip(host_service.SERVED, now, self._told, strict=True):
+            setattr(self.counters, name, getattr(self.counters, name) + new - old)
+        self._told = now
+
+
+class SharedBuffers:
+    """Buffers of one rank with a GPU."""
+
+    def __init__(self, counters: Counters) -> None:
+        self.counters = counters
+        self._views = Views()
+        self.steps: Steps | None = None  # where the device can
+
+    def view(self, x: Tensor, ids: Tensor) -> HostView:
+        if self.steps is None and host_exchange.supports(x.device):
+            self.steps = Steps(x.device, self.counters)
+        return self._views.view(x, ids)
+
+
+class Sums:
+    """Buffers of a layer's tokens and the CPU's sums in a step with a GPU, and what the layer adds: its own sums."""
+
+    def view(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> HostView:
+        return buffers.view(x, ids)
+
+    def added(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> Made:
+        return Made(self.view(buffers, x, ids).made)
 
 
 class SmallBatch:
@@ -111,7 +194,7 @@ class SmallBatch:
                 copies = host_service.COPIES if self.stack is not None else host_service.NO_COPIES
                 limit = self.limit(ids.numel())
                 call = self.choice.call(ids, self.residency, limit, self._slots is not None, lag=lag)
-            of = self.choice, call, lag, kept.packed, kept.round.before, made, copies, view, kept, self.residency
+            of = self.choice, call, lag, kept, made, copies, view, self.residency
             self._layers[key] = host_service.layer(*of)
         return self._layers[key]
 

@@ -75,11 +75,11 @@ def calls_of(routed, codec=None):
         w13, w2 = (stack(codec, lambda e, one=one: codec.encode(one[e]), one.shape) for one in (w13, w2))
     layer = Experts(w13, w2)
     at, out = torch.arange(4), torch.empty(routed.x.shape)
-    calls, before = routed.all_calls(layer, at, out)
-    assert ["experts" in one.name for one, _ in calls].index(True) == before
+    found = routed.all_calls(layer, at, out)
+    assert ["experts" in one.name for one, _ in found.calls].index(True) == found.before
     own = {x.data_ptr() for x in (at, out, *(x for one in layer for x in gpu_layout.parts(one).tensors))}
-    used = {x.data_ptr() for _, values in calls for x in values if isinstance(x, torch.Tensor)}
-    return calls, used - own
+    used = {x.data_ptr() for _, values in found.calls for x in values if isinstance(x, torch.Tensor)}
+    return found.calls, used - own
 
 
 def step_of(tokens):

@@ -39,15 +39,13 @@ class Layer:
 
     def part(self, x, ids, weights, made):
         experts = Experts(self.w13, self.w2)
-        calls, before = HostRouted(x, ids, weights, "silu").all_calls(experts, self.choice.on_cpu, made)
-        packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])
+        work = HostRouted(x, ids, weights, "silu").all_calls(experts, self.choice.on_cpu, made)
         stays = self.choice.mode == ADOPTED
         adopts, self.lag = stays or self.choice.mode == CHEAPEST, torch.zeros(1, dtype=torch.float64)
         call = self.choice.call(ids, self.of, 1 if stays else 4 * (self.choice.mode != ON_CPU), adopts, lag=self.lag)
         kinds = {ADOPTED: host_service.COPIES_TO_STAY, ON_CPU: host_service.NO_COPIES}
         copies = kinds.get(self.choice.mode, host_service.COPIES)
-        of = self.choice, call, self.lag, packed, before, made, copies
-        return host_service.layer(*of, calls, x, ids, weights, self.of)
+        return host_service.layer(self.choice, call, self.lag, work, made, copies, x, ids, weights, self.of)
 
     def of_expert(self, e, x):
         gate, up = (x @ self.w13[e].T).chunk(2)

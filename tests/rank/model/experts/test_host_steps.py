@@ -5,7 +5,7 @@ import torch
 from phalanx.kernels import host_memory, segmented_graph
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.moe import host_service
-from phalanx.rank.model.experts.host_steps import Counters, Steps
+from phalanx.rank.model.experts.small_batch import Counters, Steps
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ operations")
 

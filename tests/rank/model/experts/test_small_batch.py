@@ -11,9 +11,8 @@ from phalanx.kernels.moe import host_exchange, host_service
 from phalanx.kernels.moe.host_exchange import Fetched
 from phalanx.rank.model.experts import small_batch
 from phalanx.rank.model.experts.fused import FusedExperts
-from phalanx.rank.model.experts.host_buffers import SharedBuffers
 from phalanx.rank.model.experts.offload import ON_DEVICE, OffloadOptions
-from phalanx.rank.model.experts.small_batch import SmallBatch
+from phalanx.rank.model.experts.small_batch import SharedBuffers, SmallBatch
 from phalanx.rank.model.load import load
 
 from ..test_architectures import MODELS, write
