@@ -52,18 +52,11 @@ class Streamer:
         self._size = min(self._size, wanted)
         changes = not all(one.same for one in layers)
         self._memory = [torch.zeros(self._size, dtype=torch.uint8, device=device) for _ in range(2 + 2 * changes)]
-        single = max(one.here.nbytes(1) for one in layers)
-        self._single = torch.zeros(single if changes else 0, dtype=torch.uint8, device=device)
         self._stages: dict[Hashable, list[Stage]] = {}
-        self._singles: dict[Hashable, Buffer] = {}
         self._permutation: dict[Hashable, list[Permutation | None]] = {}
         self._streams = _Streams(device) if device.type == "cuda" else None
         self._turn = 0
         self._lent = False  # whether what was launched in the step's own stream uses the first buffer
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self._memory, self._single))
 
     def at_once(self, layer: HostStack) -> int:
         """How many of the layer's experts a buffer holds."""
@@ -158,11 +151,9 @@ class Streamer:
         if layer.same:
             _put([x for some in to for x in some], given)
             return
-        if layer.form not in self._singles:
-            self._singles[layer.form] = layer.here.carve(self._single, 1)
-        one = self._singles[layer.form]
-        _put(one.tensors, given)
-        self._make(one, to, layer, 1)
+        raw = self._stage(layer, 0).raw
+        _put([x[:1] for x in raw.tensors], given)
+        self._make(raw, to, layer, 1)
 
     def _make(self, raw: Buffer, to: list[list[Tensor]], layer: HostStack, count: int) -> None:
         """The first experts of `raw` as kernels read them: into the first of `to`, each matrix's tensors."""
