@@ -42,3 +42,22 @@ def test_weights_of_quantised_checkpoints_are_like_plain_ones(tmp_path, name):
     assert abs(weights.std() * 512**0.5 - 1) < 0.05
     logits = torch.cat(run_steps(tmp_path, [[token] for token in range(20)], load_format="dummy"))
     assert (torch.corrcoef(logits) - torch.eye(20)).abs().mean() < 0.2
+
+
+@pytest.mark.parametrize("config, changes", [
+    ("glm-4.7-flash", dict(
+        q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=32, n_routed_experts=8,
+        num_key_value_heads=4, num_hidden_layers=2,
+    )),
+    ("nemotron-3-nano", dict(
+        hybrid_override_pattern="ME*E", num_hidden_layers=4, mamba_num_heads=4, mamba_head_dim=16, n_groups=2,
+        ssm_state_size=16, n_routed_experts=8, moe_shared_expert_intermediate_size=64,
+    )),
+])  # fmt: skip
+def test_random_routers_choose_experts_evenly(tmp_path, config, changes):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[config] | SMALL | changes))
+    (model,) = loaded(tmp_path, 1, load_format="dummy")
+    corrections = [one for name, one in model.named_parameters() if name.endswith("e_score_correction_bias")]
+    assert corrections and not any(one.any() for one in corrections)
+    (logits,) = run_steps(tmp_path, [tokens(20, vocab=64)], load_format="dummy")
+    assert logits.isfinite().all() and logits.std() > 0.1
