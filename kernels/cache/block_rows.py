@@ -1,8 +1,8 @@
 """Blocks of a cache as rows: a row has a block's part of each of the cache's tensors, one after the other, so that one
-copy over PCIe takes all of it.
+copy over PCIe takes all of it; and copies of blocks, such as sequences' states, to others.
 
-On GPUs one kernel makes the rows of all tensors' blocks, or puts them back: a launch for each of a model's layers would
-take longer than the copy.
+On GPUs one kernel makes the rows of all tensors' blocks, puts them back, or copies them: a launch for each of a model's
+layers would take longer than the copy.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ THREADS = 256
 UNITS = torch.int64, torch.int32, torch.int16, torch.uint8  # what rows are to torch: the widest that fits
 PAIR = torch.bfloat16  # two bytes; an access of the kernel has up to eight times as many
 MAX_ACCESS = 16  # bytes of it
+EACH = 8  # accesses of a thread that copies a part of a block to another block
 
 
 class BlockRows:
@@ -34,7 +35,7 @@ class BlockRows:
         self._lengths = [x.shape[1] for x in self.parts]
         self.width = sum(self._lengths)
         self._access = math.gcd(MAX_ACCESS, *sizes, *(x.data_ptr() for x in parts))  # bytes
-        self.by_kernel = parts[0].is_cuda and self._access % PAIR.itemsize == 0
+        self.by_kernel = any(x.is_cuda for x in parts) and self._access % PAIR.itemsize == 0
         if self.by_kernel:
             begins = itertools.accumulate(sizes, initial=0)
             of_parts = [
@@ -46,7 +47,7 @@ class BlockRows:
     def gather(self, blocks: Tensor, rows: Tensor) -> None:
         """rows[i] = block blocks[i] of each tensor. blocks: int64 [N] on their device."""
         if self.by_kernel:
-            return self._launch(blocks, rows, spread=False)
+            return self._launch(blocks, rows)
         for x, row in zip(self.parts, rows.split(self._lengths, 1), strict=True):
             row.copy_(x.index_select(0, blocks))
 
@@ -57,8 +58,19 @@ class BlockRows:
         for x, row in zip(self.parts, rows.split(self._lengths, 1), strict=True):
             x.index_copy_(0, blocks, row)
 
-    def _launch(self, blocks: Tensor, rows: Tensor, spread: bool) -> None:
-        sizes = dict(V=self._access // PAIR.itemsize, THREADS=THREADS, SPREAD=int(spread))
-        kernel = jit.kernel("block_rows", "block_rows", PAIR, **sizes)
-        width = rows.shape[1] * rows.itemsize // self._access
-        kernel((len(blocks), len(self.parts), 1), THREADS, self._of_parts, rows, blocks, width)
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Block target[i] of each tensor = block source[i], as of `gather`. No block is in both unless it becomes
+        itself, and none twice in target."""
+        if self.by_kernel:
+            pieces = -(-max(self._lengths) * self.unit.itemsize // (self._access * THREADS * EACH))
+            return self._launch(source, self._of_parts, target, pieces=pieces)
+        for x in self.parts:
+            x.index_copy_(0, target, x.index_select(0, source))
+
+    def _launch(
+        self, blocks: Tensor, rows: Tensor, others: Tensor | None = None, spread: bool = False, pieces: int = 1
+    ) -> None:
+        flags = dict(SPREAD=int(spread), OTHERS=int(others is not None))
+        kernel = jit.kernel("block_rows", "block_rows", PAIR, V=self._access // PAIR.itemsize, THREADS=THREADS, **flags)
+        width, others = self.width * self.unit.itemsize // self._access, blocks if others is None else others
+        kernel((len(blocks), len(self.parts), pieces), THREADS, self._of_parts, rows, blocks, others, width)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from ...kernels.recurrent.copy_entries import EntryCopies
+from ...kernels.cache.block_rows import BlockRows
 from .. import protocol
 from ..model.cache_spec import Caches, CacheSpec
 from .upload import Upload
@@ -25,11 +25,11 @@ class StateSnapshots:
         """caches: of the layers with these specs, made for `rows` sequences and the snapshots."""
         self._rows = rows
         self._upload = upload
-        self._copies = EntryCopies(states(specs, caches))
+        self._copies = BlockRows(states(specs, caches))
 
     def compile(self) -> None:
         """Before all steps, copy a row to itself: so no request waits for the kernel of the first copy."""
-        if any(len(x) > self._rows for x in self._copies.tensors):  # there are snapshots
+        if any(len(x) > self._rows for x in self._copies.parts):  # there are snapshots
             self._copy(np.zeros(1, np.int64), np.zeros(1, np.int64))
 
     def load(self, plan: protocol.Plan) -> None:

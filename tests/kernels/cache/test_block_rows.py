@@ -36,8 +36,9 @@ def test_blocks_become_rows_and_come_back_elsewhere(kind):
     blocks.gather(torch.tensor([7, 0, 4]), rows)
     assert torch.equal(rows.view(torch.uint8), torch.cat([bytes_of(x[[7, 0, 4]]) for x in tensors], 1))
     blocks.spread(rows, torch.tensor([1, 2, 8]))
+    blocks.copy(torch.tensor([6, 3]), torch.tensor([5, 3]))
     for x, old in zip(tensors, before, strict=True):
-        assert torch.equal(x, old[[0, 7, 0, 3, 4, 5, 6, 7, 4]])
+        assert torch.equal(x, old[[0, 7, 0, 3, 4, 6, 6, 7, 4]])
 
 
 @pytest.mark.parametrize("kind, access", [("wide", 16), ("narrow", 2), ("long", 16), ("long", 4)])
@@ -49,14 +50,15 @@ def test_the_kernel(kind, access, cuda_models):
     parts = [(x.data_ptr(), n // access, begin // access) for x, n, begin in zip(tensors, sizes, begins, strict=False)]
     rows = torch.full((3, sum(sizes)), 255, dtype=torch.uint8)
 
-    def run(spread: int, ids: list[int]) -> None:
-        consts = dict(T=PAIR, V=access // PAIR.itemsize, THREADS=THREADS, SPREAD=spread)
-        args = torch.tensor(parts), rows, torch.tensor(ids), sum(sizes) // access
+    def run(spread: int, ids: list[int], others: list[int] | None = None, pieces: int = 1) -> None:
+        consts = dict(T=PAIR, V=access // PAIR.itemsize, THREADS=THREADS, SPREAD=spread, OTHERS=int(others is not None))
+        args = torch.tensor(parts), rows, torch.tensor(ids), torch.tensor(others or ids), sum(sizes) // access
         library = cuda_models.build("block_rows", consts)
-        cuda_model.launch(library, (len(ids), len(tensors), 1), THREADS, args, rows)
+        cuda_model.launch(library, (len(ids), len(tensors), pieces), THREADS, args, rows)
 
     run(0, [7, 0, 4])
     assert torch.equal(rows, before[[7, 0, 4]])
     run(1, [1, 2, 8])
+    run(0, [6, 3], [5, 3], pieces=3)
     for x, old in zip(tensors, before.split(sizes, 1), strict=True):
-        assert torch.equal(bytes_of(x), old[[0, 7, 0, 3, 4, 5, 6, 7, 4]])
+        assert torch.equal(bytes_of(x), old[[0, 7, 0, 3, 4, 6, 6, 7, 4]])

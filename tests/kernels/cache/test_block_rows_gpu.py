@@ -23,3 +23,6 @@ def test_blocks_become_rows_and_come_back_elsewhere(kind):
     blocks.spread(rows, others)
     for x, old in zip(tensors, before, strict=True):
         assert torch.equal(x[some], old[some]) and torch.equal(x[others], old[some])
+    blocks.copy(some[:70], some[80:])
+    for x, old in zip(tensors, before, strict=True):
+        assert torch.equal(x[some[80:]], old[some[:70]]) and torch.equal(x[some[:80]], old[some[:80]])

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from phalanx.kernels.recurrent import gated_delta
-from phalanx.kernels.recurrent.copy_entries import EntryCopies
 from phalanx.kernels.recurrent.gated_delta import DeltaSizes, Gates
 from torch import Tensor
 
@@ -222,30 +221,8 @@ def check_norm(sizes: DeltaSizes, dtype: torch.dtype, bound: float, device: str 
         torch.testing.assert_close(got.cpu().float(), want.float(), atol=bound, rtol=bound)
 
 
-def check_copies(device: str = "cpu") -> None:
-    """Copies of entries that fill a program's part, that do not, and of several parts."""
-    from phalanx.kernels.recurrent import copy_entries_triton
-
-    torch.manual_seed(0)
-    each = copy_entries_triton.EACH
-    tensors = [torch.randn(6, *shape) for shape in ((3, 5), (each,), (2, each + 7))]
-    there = [x.to(device) for x in tensors]
-    source, target = torch.tensor([4, 0]), torch.tensor([1, 5])
-    copies = EntryCopies(there)
-    starts = torch.tensor([x.data_ptr() for x in there], device=device)
-    widths = torch.tensor([x[0].numel() for x in there], device=device)
-    if device == "cpu":
-        copy_entries_triton.copy_entries(starts, widths, source, target, 2 * each + 14)
-    else:
-        copies.copy(source.to(device), target.to(device))
-    EntryCopies(tensors).copy(source, target)
-    for got, want in zip(there, tensors, strict=True):
-        assert torch.equal(got.cpu(), want)
-
-
 if __name__ == "__main__":
     mend_interpreter()
-    check_copies()
     torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
     for taps, sizes in zip((4, 2, 3), SIZES, strict=True):
         check_steps(sizes, taps, torch.float32, 1e-5)
