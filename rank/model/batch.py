@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
@@ -63,6 +63,10 @@ def slot_mappings(
     return slots + positions % block_size, table[rows, :max_blocks]
 
 
+Mix = Callable[..., Tensor]
+Keep = Callable[[Tensor], object]
+
+
 class EmbeddingOverride(NamedTuple):
     """Embeddings of tokens that are not looked up by their ids, as those of images: equal on all ranks."""
 
@@ -117,6 +121,38 @@ class Batch:
         group = self.layer_groups[layer] if self.further else 0
         return self.further[group - 1] if group else self
 
+    def run(self, heads: int, dim: int, mix: Mix, *given: Tensor) -> Tensor:
+        """[T, heads * dim] of mix(batch, *given), which mixes a sequence's tokens, of all tokens of the step. Between
+        the segments of a captured one it gets the step's batch, its rows of `given`, [T, ...] each, and an `out`
+        [T, heads, dim], which it may fill."""
+        if self.replayed is not None:
+            return self.replayed.mix(heads, dim, mix, *given)
+        return mix(self, *given).flatten(1)
+
+    def mix(self, keep: Keep, layer: int, heads: int, dim: int, mix: Mix, *given: Tensor) -> Tensor:
+        """`run` of the tokens that go on behind a layer, [S, heads * dim] in the last one, which mix gets as sequences
+        of one token each. keep: reduces the residual stream to them."""
+        if self.replayed is not None or not self.ends(layer):
+            return self.run(heads, dim, mix, *given)
+        assert self.sampled is not None
+        given = self.reduced(keep, layer, *given)
+        return mix(self.sampled, *given).flatten(1) if len(given[0]) else given[0].new_empty(0, heads * dim)
+
+    def ends(self, layer: int) -> bool:
+        """Whether only sampled tokens go on behind this layer of the stage."""
+        return self.sampled is not None and layer == len(self.caches) - 1
+
+    def reduced(self, keep: Keep, layer: int, *x: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each x [T, ...] that go on behind a layer. keep: as of `mix`."""
+        if not self.ends(layer):
+            return x
+        keep(self.sample_at)
+        return tuple(one[self.sample_at] for one in x)
+
+    def rows_like(self, out: Sized, x: Tensor) -> Tensor:
+        """The rows of x [T, ...] that `out` has: all, or those that are sampled."""
+        return x if len(x) == len(out) else x[self.sample_at]
+
     def add_groups(self, mappings: Iterable[tuple[Tensor, Tensor]], layer_groups: Sequence[int]) -> None:
         """Add cache groups. mappings: slots and block tables of each but the first group."""
         self.layer_groups = layer_groups
@@ -149,13 +185,9 @@ class Replayed:
         self.batch: Batch | None = None  # None: no step yet
         self._outs: dict[Any, Tensor] = {}
 
-    def mix(self, heads: int, dim: int, function: Callable[..., object], *given: Tensor) -> Tensor:
-        """[T, heads * dim], which function(*given, batch, out) fills for a step's tokens, between two segments.
-
-        given: [T, ...]; a step's rows of each are handed on. Rows of `out` that fill the captured step up keep what
-        earlier steps have left there: it is finite, and the results are unused. All layers use the same
-        memory.
-        """
+    def mix(self, heads: int, dim: int, mix: Mix, *given: Tensor) -> Tensor:
+        """Batch.run, between two segments. Rows that fill the captured step up keep what earlier steps have left there:
+        it is finite, and the results are unused. All layers use the same memory."""
         key = heads, dim, given[0].dtype
         if key not in self._outs:  # not in a capture, whose memory others would get
             self._outs[key] = given[0].new_zeros(self.most, heads, dim)
@@ -164,7 +196,9 @@ class Replayed:
 
         def run(tokens: int) -> None:
             if self.batch is not None:
-                function(*(x.tensor[:tokens] for x in borrowed), self.batch, out[:tokens])
+                made, to = mix(self.batch, *(x.tensor[:tokens] for x in borrowed), out=out[:tokens]), out[:tokens]
+                if made.data_ptr() != to.data_ptr():
+                    to.copy_(made.view(to.shape))
 
         on_host(run, tokens)
         return out.flatten(1)

@@ -150,8 +150,7 @@ class Layer(base.Layer):
         stream.add(self.attn(h, cos_sin, batch))
         yield (h := HyperNormed(self.hc_ffn, self.ffn_norm, stream))
         if isinstance(self.ffn, HashedMoE):
-            ids = batch.ids if len(stream) == len(batch.ids) else batch.ids[batch.sample_at]
-            stream.add(self.ffn(h, ids))
+            stream.add(self.ffn(h, batch.rows_like(stream, batch.ids)))
         else:
             stream.add(self.ffn(h))
 

@@ -128,8 +128,7 @@ class Layer(base.Layer):
         yield (h := self.input_layernorm(stream))
         y, z = self.mamba.mix(h, batch)
         attended = self.self_attn(h, cos_sin, batch)
-        if len(attended) < len(y):
-            y, z = y[batch.sample_at], z[batch.sample_at]
+        y, z = (batch.rows_like(attended, one) for one in (y, z))
         stream.add((self.mamba.out(y, z) + attended) * self.multiplier)
         yield (h := self.post_attention_layernorm(stream))
         stream.add(self.mlp(h) * self.mlp_multiplier)

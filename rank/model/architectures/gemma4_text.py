@@ -234,11 +234,8 @@ class LayerInput(nn.Module):
         self.post_per_layer_input_norm = PostNorm(args.hidden_size, args.rms_norm_eps)
 
     def forward(self, stream: ResidualStream, batch: Batch) -> PostNormed:
-        inputs = batch.layer_inputs
-        assert inputs is not None
-        own = inputs[:, self.index]
-        if len(stream) < len(own):  # the last layer has sampled rows alone
-            own = own[batch.sample_at]
+        assert batch.layer_inputs is not None
+        own = batch.rows_like(stream, batch.layer_inputs[:, self.index])
         gated = activate(self.per_layer_input_gate(stream.read()), self.act) * own
         return self.post_per_layer_input_norm(self.per_layer_projection(gated))
 

@@ -142,8 +142,7 @@ class Layer(base.Layer):
         elif self.kind == LINEAR:
             stream.add(self.mixer(h, batch))
         else:
-            if batch.sampled is not None and self.local == len(batch.caches) - 1:
-                h.keep(batch.sample_at)
+            batch.reduced(h.keep, self.local)
             if len(stream):
                 stream.add(self.mixer(h))
 

@@ -89,9 +89,7 @@ class Attention(qwen3.Attention):
         q, gate, k, v = self.qkv_proj.split_gated(self.qkv_proj(h))
         norms = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         out = self.attention(h, q, k, v, cos_sin, batch, norms)
-        if len(out) < len(gate):  # the last layer, where sampled rows alone continue
-            gate = gate[batch.sample_at]
-        return self.o_proj(sigmoid_gate(out, gate))
+        return self.o_proj(sigmoid_gate(out, batch.rows_like(out, gate)))
 
 
 class Layer(base.Layer):

@@ -74,48 +74,36 @@ class PagedAttention:
         sinks: a logit of each head [heads] f32, as AttentionParams has it.
         """
         params = self.params if sinks is None else self.params._replace(sinks=sinks)
-        batch = self._seen(batch.of_layer(self.layer))
+        batch = batch.of_layer(self.layer)
         cache, new = kv_tensors(batch.caches[self.layer]), CurrentKV(k, v, cos_sin, norms, batch.slots)
         if cos_sin.q_scale is not None:  # a factor and a rotation commute
             assert norms is None
             q.mul_(cos_sin.q_scale)
-        if batch.replayed is not None:
-            q = rope_and_store_kv(q, new, cache)
-            attend = functools.partial(_attend, self.layer, params, self.chunk)
-            return batch.replayed.mix(q.shape[1], cache[1].shape[3], attend, q)
-        keys, values, scales = KVCache(*cache)
-        if batch.sampled is None or self.layer < len(batch.caches) - 1:
-            rows = _rows(batch, self.chunk, keys)
-            if rows is batch or batch.query_len == 1:
+        if batch.replayed is None and not batch.ends(self.layer):
+            seen = self._seen(batch)
+            rows = _rows(seen, self.chunk, cache[0])
+            if rows is seen or batch.query_len == 1:  # else a sequence's tokens, as rows, read each other's keys
                 return store_and_attend(q, new, cache, rows, params)
-            q = rope_and_store_kv(q, new, cache)  # before a sequence's tokens, as rows, read each other's keys
-            return paged_attention(q, keys, values, rows, params, scales)
         q = rope_and_store_kv(q, new, cache)
-        h.keep(batch.sample_at)
-        if len(batch.sample_at) == 0:
-            return q[:0].flatten(1)
-        rows = _rows(batch.sampled, self.chunk, keys)
-        return paged_attention(q[batch.sample_at], keys, values, rows, params, scales)
+        attend = functools.partial(self._attend, self.layer, params)
+        return batch.mix(h.keep, self.layer, q.shape[1], cache[1].shape[3], attend, q)
 
     def _seen(self, batch: Batch) -> Batch:
         return replace(batch, reach=None) if self.causal and batch.reach is not None else batch
 
+    def _attend(
+        self, layer: int, params: AttentionParams, batch: Batch, q: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        batch = self._seen(batch.of_layer(layer))
+        keys, values, scales = KVCache(*kv_tensors(batch.caches[layer]))
+        return paged_attention(q, keys, values, _rows(batch, self.chunk, keys), params, scales, out)
+
     def shared(self, h: Normed, q: Tensor, cos_sin: CosSin, batch: Batch) -> Tensor:
         """Attention of queries [T, heads, head_dim], normed and not rotated, to the cache of `source`, which has the
         step's keys and values already. Returns as __call__ does."""
-        last = self.layer == len(batch.caches) - 1
-        batch = self._seen(batch.of_layer(self.source))
-        q = apply_rotary(q, cos_sin)
-        if batch.replayed is not None:
-            attend = functools.partial(_attend, self.source, self.params, 0)
-            return batch.replayed.mix(q.shape[1], q.shape[2], attend, q)
-        keys, values, scales = KVCache(*kv_tensors(batch.caches[self.source]))
-        if batch.sampled is None or not last:
-            return paged_attention(q, keys, values, batch, self.params, scales)
-        h.keep(batch.sample_at)
-        if len(batch.sample_at) == 0:
-            return q[:0].flatten(1)
-        return paged_attention(q[batch.sample_at], keys, values, batch.sampled, self.params, scales)
+        attend = functools.partial(self._attend, self.source, self.params)
+        batch = batch.of_layer(self.source)
+        return batch.mix(h.keep, self.layer, q.shape[1], q.shape[2], attend, apply_rotary(q, cos_sin))
 
 
 def kv_tensors(cache: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -125,12 +113,6 @@ def kv_tensors(cache: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _rows(batch: Batch, chunk: int, keys: Tensor) -> AttentionMetadata:
     return by_chunks(batch, chunk, keys.shape[1]) if chunk else batch
-
-
-def _attend(layer: int, params: AttentionParams, chunk: int, q: Tensor, batch: Batch, out: Tensor) -> None:
-    batch = batch.of_layer(layer)
-    keys, values, scales = KVCache(*kv_tensors(batch.caches[layer]))
-    paged_attention(q, keys, values, _rows(batch, chunk, keys), params, scales, out)
 
 
 class HeadGates(ColumnParallel):
@@ -143,8 +125,7 @@ class HeadGates(ColumnParallel):
         """The scaled output of `attend`, [T, heads * dim], which reduces h to sampled rows in the last layer."""
         gates = self(h)
         out = attend()
-        if len(out) < len(gates):
-            gates = gates[batch.sample_at]
+        gates = batch.rows_like(out, gates)
         heads = out.view(-1, out.shape[1] // gates.shape[1])
         return scale_by_sigmoid(heads, gates.reshape(-1, 1)).view(out.shape)
 

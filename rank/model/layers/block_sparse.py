@@ -6,8 +6,6 @@ index key, which they share, as every other rank of its tensor group.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
@@ -60,20 +58,9 @@ class BlockSparseAttention(PagedAttention):
         """Attend as PagedAttention's __call__ does. index_q: the indexer's queries, whose keys are stored."""
         cache = kv_tensors(batch.caches[self.layer])
         q = rope_and_store_kv(q, CurrentKV(k, v, cos_sin, norms, batch.slots), cache)
-        if batch.replayed is not None:
+        return batch.mix(h.keep, self.layer, q.shape[1], cache[1].shape[3], self._attend_chosen, q, index_q)
 
-            def attend(q: Tensor, index_q: Tensor, batch: Batch, out: Tensor) -> Any:
-                return out.flatten(1).copy_(self._attend(q, index_q, batch))
-
-            return batch.replayed.mix(q.shape[1], cache[1].shape[3], attend, q, index_q)
-        if batch.sampled is None or self.layer < len(batch.caches) - 1:
-            return self._attend(q, index_q, batch)
-        h.keep(batch.sample_at)
-        if len(batch.sample_at) == 0:
-            return q[:0].flatten(1)
-        return self._attend(q[batch.sample_at], index_q[batch.sample_at], batch.sampled)
-
-    def _attend(self, q: Tensor, index_q: Tensor, batch: Batch) -> Tensor:
+    def _attend_chosen(self, batch: Batch, q: Tensor, index_q: Tensor, out: Tensor | None = None) -> Tensor:
         cache = KVCache(*kv_tensors(batch.caches[self.layer]))
         keys, *scales = self.index_cache(batch)
         return block_sparse_attention(q, cache, index_q, keys, batch, self.params, self.blocks, self.rotated, *scales)

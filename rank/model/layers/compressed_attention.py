@@ -6,7 +6,7 @@ entries and the indexer are computed and cached on every rank.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -156,23 +156,17 @@ class CompressedAttention(nn.Module):
         batch = batch.of_layer(self.local)
         q, *given = self._project(h, cos_sin, batch)
         if batch.replayed is not None:
+            out = batch.run(self.heads, self.sizes.dim, self._store_and_attend, q, *given)
+        else:
+            self._store(batch, *given)
+            out = batch.mix(h.keep, self.local, self.heads, self.sizes.dim, self._attend, q, *given[4:])
+        cos, sin = (batch.rows_like(out, x) for x in cos_sin[:2])
+        return self._project_out(out.unflatten(1, q.shape[1:]), cos_sin._replace(cos=cos, sin=sin))
 
-            def mix(q: Tensor, *given_batch_out: Any) -> None:
-                *given, batch, out = given_batch_out
-                batch = batch.of_layer(self.local)
-                self._store(batch, *given)
-                out.copy_(self._attend(batch, q, *given[4:]))
-
-            out = batch.replayed.mix(self.heads, self.sizes.dim, mix, q, *given)
-            return self._project_out(out.view(q.shape), cos_sin)
+    def _store_and_attend(self, batch: Batch, q: Tensor, *given: Tensor, out: Tensor) -> Tensor:
+        batch = batch.of_layer(self.local)
         self._store(batch, *given)
-        if batch.sampled is None or self.local < len(batch.caches) - 1:
-            return self._project_out(self._attend(batch, q, *given[4:]), cos_sin)
-        some = batch.sample_at
-        h.keep(some)
-        cos_sin = cos_sin._replace(cos=cos_sin.cos[some], sin=cos_sin.sin[some])
-        q, *index = (x[some] for x in (q, *given[4:]))
-        return self._project_out(self._attend(batch.sampled, q, *index) if len(q) else q, cos_sin)
+        return self._attend(batch, q, *given[4:])
 
     def _project(self, h: Normed, cos_sin: CosSin, batch: Batch) -> list[Tensor]:
         """Queries [T, heads, dim] and keys [T, dim]; where entries are made their inputs [T, channels] and cosines and

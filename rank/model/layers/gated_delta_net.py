@@ -134,27 +134,18 @@ class GatedDeltaNet(nn.Module):
     def forward(self, h: Normed, batch: Batch) -> Partial:
         """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
         qkv, z, b, a = self.project(h)
-        sizes = self.sizes
-        if batch.replayed is None:
-            out = self._mix(qkv, b, a, batch)
-        else:
-            made = batch.replayed.mix(sizes.value_heads, sizes.value_dim, self._mix_into, qkv, b, a)
-            out = made.unflatten(1, (sizes.value_heads, sizes.value_dim))
-        if batch.sampled is not None and self.local == len(batch.caches) - 1:
-            h.keep(batch.sample_at)
-            out, z = out[batch.sample_at], z[batch.sample_at]
-        out = gated_norm(out, z.view(out.shape), self.norm.weight, self.norm.eps, self.SILU)
+        of_heads = self.sizes.value_heads, self.sizes.value_dim
+        out, z = batch.reduced(h.keep, self.local, batch.run(*of_heads, self._mix, qkv, b, a), z)
+        out, z = out.unflatten(1, of_heads), z.unflatten(1, of_heads)
+        out = gated_norm(out, z, self.norm.weight, self.norm.eps, self.SILU)
         return self.out_proj(out.flatten(1))
 
-    def _mix(self, qkv: Tensor, b: Tensor, a: Tensor, batch: Batch) -> Tensor:
+    def _mix(self, batch: Batch, qkv: Tensor, b: Tensor, a: Tensor, out: Tensor | None = None) -> Tensor:
         """The convolution and what heads read of the states, [T, value heads, value dim]."""
         convolution, state = batch.caches[self.local]
         qkv = self.conv1d(qkv, convolution, batch)
         gates = Gates(b, a, self.decay.A_log.flatten(), self.decay.dt_bias, self.floor)
         return gated_delta(qkv, gates, state, batch, self.sizes)
-
-    def _mix_into(self, qkv: Tensor, b: Tensor, a: Tensor, batch: Batch, out: Tensor) -> None:
-        out.copy_(self._mix(qkv, b, a, batch))
 
 
 def _check(shape: DeltaNetShape, ranks: int) -> None:

@@ -7,7 +7,7 @@ an indexer chose.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -90,22 +90,16 @@ class IndexedLatentAttention(LatentAttention):
         norm = LatentNorm(self.kv_a_layernorm.weight, self.sizes.eps)
         rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots, *scales)
         given = (q,) if indexer is None else (q, *self._index(h, q_latent, cos_sin, batch))
+        of_heads = q.shape[1], self.sizes.value
         if batch.replayed is not None:
-
-            def attend(*given_batch_out: Any) -> None:
-                *given, batch, out = given_batch_out
-                out.flatten(1).copy_(self._attend(batch, *self._store(batch, *given)))
-
-            return self.o_proj(batch.replayed.mix(q.shape[1], self.sizes.value, attend, *given))
-        given = self._store(batch, *given)
-        if batch.sampled is None or self.local < len(batch.caches) - 1:
-            return self.o_proj(self._attend(batch, *given))
-        h.keep(batch.sample_at)
-        if len(batch.sample_at) == 0:
-            return self.o_proj(q.new_empty(0, self.o_proj.inputs.width))
-        if indexer is None and batch.selection is not None:
+            return self.o_proj(batch.run(*of_heads, self._store_and_attend, *given))
+        if batch.sampled is not None and indexer is None and batch.selection is not None:
             batch.sampled.selection = batch.selection.keep(batch.sample_at, batch.sampled.kv_lens)
-        return self.o_proj(self._attend(batch.sampled, *(x[batch.sample_at] for x in given)))
+        given = self._store(batch, *given)
+        return self.o_proj(batch.mix(h.keep, self.local, *of_heads, self._attend, *given))
+
+    def _store_and_attend(self, batch: Batch, *given: Tensor, out: Tensor) -> Tensor:
+        return self._attend(batch, *self._store(batch, *given))
 
     def _index(self, h: Normed, q_latent: Tensor, cos_sin: CosSin, batch: Batch) -> tuple[Tensor, ...]:
         """Queries and weights of the indexer, and what `_store` stores."""

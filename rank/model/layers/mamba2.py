@@ -118,11 +118,7 @@ class Mamba2(nn.Module):
 
     def forward(self, h: Normed, batch: Batch) -> Partial:
         """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
-        y, z = self.mix(h, batch)
-        if batch.sampled is not None and self.local == len(batch.caches) - 1:
-            h.keep(batch.sample_at)
-            y, z = y[batch.sample_at], z[batch.sample_at]
-        return self.out(y, z)
+        return self.out(*batch.reduced(h.keep, self.local, *self.mix(h, batch)))
 
     def mix(self, h: Normed, batch: Batch) -> tuple[Tensor, Tensor]:
         """The heads' outputs and their gates: [T, values] each."""
@@ -130,9 +126,7 @@ class Mamba2(nn.Module):
         if self.factors is not None:
             projected = self.factors(projected)
         z, xbc, dt = projected.split([sizes.values, sizes.channels, sizes.heads], 1)
-        if batch.replayed is not None:
-            return batch.replayed.mix(sizes.heads, sizes.head_dim, self._mix_into, xbc, dt), z
-        return self._mix(xbc, dt, batch).flatten(1), z
+        return batch.run(sizes.heads, sizes.head_dim, self._mix, xbc, dt), z
 
     def out(self, y: Tensor, z: Tensor) -> Partial:
         weight = self.norm.weight if self.shape.normed else None
@@ -154,15 +148,12 @@ class Mamba2(nn.Module):
         normed = wide * (mean + self.eps).rsqrt() * weight.float()
         return (normed if self.shape.gate_first else normed * gate).to(y.dtype)
 
-    def _mix(self, xbc: Tensor, dt: Tensor, batch: Batch) -> Tensor:
+    def _mix(self, batch: Batch, xbc: Tensor, dt: Tensor, out: Tensor | None = None) -> Tensor:
         """The convolution and what heads read of the states, [T, heads, head dim]."""
         convolution, state = batch.caches[self.local][-2:]
         xbc = self.conv1d(xbc, convolution, batch)
         scan = self.scan
         return ssd(xbc, TimeSteps(dt, scan.A_log, scan.dt_bias, scan.D), state, batch, self.sizes)
-
-    def _mix_into(self, xbc: Tensor, dt: Tensor, batch: Batch, out: Tensor) -> None:
-        out.copy_(self._mix(xbc, dt, batch))
 
 
 def _check(shape: Mamba2Shape, ranks: int) -> None:

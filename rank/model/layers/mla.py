@@ -169,21 +169,14 @@ class LatentAttention(nn.Module):
             q.mul_(cos_sin.q_scale)
         cache, *scales = batch.caches[self.local]
         norm, up = LatentNorm(self.kv_a_layernorm.weight, self.sizes.eps), self.kv_b_proj.plain
-        if batch.replayed is not None:
-            rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots, *scales)
-
-            def attend(q: Tensor, batch: Batch, out: Tensor) -> None:
-                out.flatten(1).copy_(latent_attention(q, cache, up, batch, self.params, *scales))
-
-            return batch.replayed.mix(q.shape[1], self.sizes.value, attend, q)
-        if batch.sampled is None or self.local < len(batch.caches) - 1:
+        if batch.replayed is None and not batch.ends(self.local):
             return store_and_attend(q, latents, norm, cos_sin, cache, up, batch, self.params, *scales)
         rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots, *scales)
-        h.keep(batch.sample_at)
-        q = q[batch.sample_at]
-        if len(q) == 0:
-            return q.new_empty(0, self.o_proj.inputs.width)
-        return latent_attention(q, cache, up, batch.sampled, self.params, *scales)
+
+        def attend(batch: Batch, q: Tensor, out: Tensor | None = None) -> Tensor:
+            return latent_attention(q, cache, up, batch, self.params, *scales)
+
+        return batch.mix(h.keep, self.local, q.shape[1], self.sizes.value, attend, q)
 
     def _project(self, h: Normed) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, nope + rope] of this rank's heads, latents [T, latent + rope]."""

@@ -34,16 +34,10 @@ class ShortConv(nn.Module):
     def forward(self, h: Normed, batch: Batch) -> Partial:
         """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
         b, c, x = self.in_proj(h).chunk(3, 1)
-        x = product(b, x)
-        out = self._mix(x, batch) if batch.replayed is None else batch.replayed.mix(1, self.width, self._mix_into, x)
-        if batch.sampled is not None and self.local == len(batch.caches) - 1:
-            h.keep(batch.sample_at)
-            out, c = out[batch.sample_at], c[batch.sample_at]
+        out = batch.run(1, self.width, self._mix, product(b, x))
+        out, c = batch.reduced(h.keep, self.local, out, c)
         return self.out_proj(product(c, out))
 
-    def _mix(self, x: Tensor, batch: Batch) -> Tensor:
+    def _mix(self, batch: Batch, x: Tensor, out: Tensor | None = None) -> Tensor:
         (state,) = batch.caches[self.local]
         return self.conv(x, state, batch, silu=False)
-
-    def _mix_into(self, x: Tensor, batch: Batch, out: Tensor) -> None:
-        out.copy_(self._mix(x, batch)[:, None])
