@@ -30,6 +30,7 @@ ROOMS = (
     "rank.model.vision",
     "rank.model.base",
     "rank.model.layer_offload",
+    "rank.model.layers.feed_forward",
     "rank.model.layers.moe",
     "rank.model.stored_formats.*",
     "rank.model.experts",

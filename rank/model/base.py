@@ -28,7 +28,7 @@ from .formats._stacks import APART
 from .layer_offload import LayerOffload
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
-from .layers.norm import LayerNorm, RMSNorm
+from .layers.norm import norm
 from .layers.residual import Normed, ResidualStream
 from .layers.rope import Parameters, RotaryEmbeddings
 from .shard import Shard, stage_layers
@@ -75,6 +75,11 @@ class Args:
     rope_parameters: dict[str, Any]
 
     norm_offset: ClassVar[float] = 0.0  # added to the weights of norms: 1 where checkpoints store weight - 1
+    layer_norms: ClassVar[bool] = False  # norms are layer norms, with layer_norm_eps, and not RMS norms
+    norm_bias: ClassVar[bool] = True  # layer norms have one
+
+    def __post_init__(self) -> None:
+        """Raises FatalError where keys do not fit together, or have values that are not supported."""
 
     @property
     def embed_scale(self) -> float:
@@ -188,8 +193,8 @@ class Decoder(nn.Module):
         self.norm = self.final_norm(args) if mesh.last else None
 
     @staticmethod
-    def final_norm(args: Any) -> RMSNorm | LayerNorm:
-        return RMSNorm(args.hidden_size, args.rms_norm_eps, args.norm_offset)
+    def final_norm(args: Any) -> nn.Module:
+        return norm(args)
 
     def embed(self, batch: Batch) -> Tensor:
         """The residual stream [T, hidden] before the first layer, on the first stage."""

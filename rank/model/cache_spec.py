@@ -8,7 +8,8 @@ sequence: it has an entry for each row of rank/worker/state.py.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,24 +29,28 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class CacheSpec(Protocol):
-    """Must be hashable, and equal for layers that keep the same."""
+class CacheSpec:
+    """Frozen dataclasses, as layers that keep the same are found by them."""
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         """The tensors of a block of so many tokens. dtype: of what is kept, the model's or e4m3, which has scales
         (kernels/rope/fp8_cache.py)."""
+        return ()
 
     @property
     def window(self) -> int:
         """The newest tokens that the layer reads of those in blocks, which may be freed behind them; 0: all."""
+        return 0
 
     def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
         """The tensors of a sequence, from which it goes on behind any of the newest query_len tokens. Whoever writes
         them restarts where a sequence's first token has position 0: a row's tensors are not cleared between two
         sequences."""
+        return ()
 
 
-class PagedKV(NamedTuple):
+@dataclass(frozen=True)
+class PagedKV(CacheSpec):
     """Keys and values of every token (Kwon et al. 2023, arXiv 2309.06180), of this rank's key heads."""
 
     kv_heads: int
@@ -62,29 +67,21 @@ class PagedKV(NamedTuple):
         kept = (TensorSpec((tokens, self.kv_heads, dim), dtype) for dim in (self.key_dim, self.value_dim))
         return *kept, *_scales(self.kv_heads, tokens, dtype)
 
-    def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
-        return ()
 
-
-class PagedLatent(NamedTuple):
+@dataclass(frozen=True)
+class PagedLatent(CacheSpec):
     """The cache of multi-head latent attention for every token (arXiv 2405.04434), on each rank of a tensor group
     alike: the latent of all heads' keys and values, and the key with its position that they share."""
 
     width: int  # of both, side by side
 
-    @property
-    def window(self) -> int:
-        return 0
-
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         """[tokens, width]; for e4m3 [1, 2, tokens]."""
         return TensorSpec((tokens, self.width), dtype), *_scales(1, tokens, dtype)
 
-    def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
-        return ()
 
-
-class Indexed(NamedTuple):
+@dataclass(frozen=True)
+class Indexed(CacheSpec):
     """The keys and values or the latent of every token, and behind them the key by which an indexer finds it, on each
     rank alike. Layers without an indexer behind one of latents read the same tokens."""
 
@@ -92,10 +89,6 @@ class Indexed(NamedTuple):
     keys: PagedLatent  # in e4m3 they have two scales as well: of the rotated part, and of the rest
     topk: int  # tokens that the indexer chooses of a longer context
     pool: int = 1  # tokens that share a key, which is made of what each of them brings
-
-    @property
-    def window(self) -> int:
-        return 0
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         """Raises FatalError for e4m3 where tokens share keys, and where blocks have parts of pools."""
@@ -111,7 +104,8 @@ class Indexed(NamedTuple):
         return (TensorSpec(shape, torch.float32),) if self.pool > 1 else ()
 
 
-class CompressedKV(NamedTuple):
+@dataclass(frozen=True)
+class CompressedKV(CacheSpec):
     """Keys that are values too, of every token, and entries of windows of tokens (kernels/attention/compressed.py), on
     each rank alike; an index key of each window; and, of a sequence, the newest inputs of its windows. Keys before the
     layer's own window are kept, where it has entries: these are in the same blocks."""
@@ -143,18 +137,9 @@ class CompressedKV(NamedTuple):
         return (TensorSpec((self.tokens + query_len - 2, self.channels), torch.float32),) if self.rate else ()
 
 
-class SharedCache(NamedTuple):
+@dataclass(frozen=True)
+class SharedCache(CacheSpec):
     """No cache of its own: the layer reads that of another one, or of none."""
-
-    @property
-    def window(self) -> int:
-        return 0
-
-    def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        return ()
-
-    def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
-        return ()
 
 
 def _scales(heads: int, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
@@ -166,7 +151,8 @@ def cache_dtype(chosen: str, dtype: torch.dtype) -> torch.dtype:
     return E4M3 if chosen == "fp8" else dtype
 
 
-class RecurrentState(NamedTuple):
+@dataclass(frozen=True)
+class RecurrentState(CacheSpec):
     """The state that a recurrent layer keeps of a sequence, of this rank's heads: the newest inputs of its convolution,
     and for each value head a matrix from keys to values, as a gated delta net has it (arXiv 2412.06464). A short
     convolution has no heads."""
@@ -177,13 +163,6 @@ class RecurrentState(NamedTuple):
     key_dim: int = 0
     value_dim: int = 0
 
-    @property
-    def window(self) -> int:
-        return 0
-
-    def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        return ()
-
     def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
         """The convolution's inputs [columns + query_len - 1, channels], and the states [query_len, heads, key_dim,
         value_dim]: rings, in which a token's entry follows from its position. Both are f32: errors of a recurrence add
@@ -193,7 +172,8 @@ class RecurrentState(NamedTuple):
         return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
 
 
-class KVAndState(NamedTuple):
+@dataclass(frozen=True)
+class KVAndState(CacheSpec):
     """Both, of a layer that has attention and a recurrent sublayer side by side."""
 
     kv: PagedKV

@@ -3,8 +3,8 @@ learned parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,13 @@ from torch.nn.functional import softplus
 
 from ....comm.mesh import Mesh
 from ....kernels.activation.activation import XIELU_BETA, xielu
-from ....kernels.rope.rope import CosSin
 from .. import base
-from ..batch import Batch
+from ..layers.feed_forward import Dense
 from ..layers.linear import ColumnParallel, RowParallel
-from ..layers.norm import AddRMSNorm
-from ..layers.residual import Normed, Partial, ResidualStream
+from ..layers.residual import Normed, Partial
 from ..shard import even, whole
 from ..weights.slicing import Field, ShardedModule
-from . import llama, qwen3
+from . import llama
 
 CONFIG = {
     "defaults": {
@@ -38,11 +36,16 @@ CONFIG = {
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    qk_norm: ClassVar[bool] = True
+
     rms_norm_eps: float = 1e-5
     hidden_act: str = "xielu"
 
     def __post_init__(self) -> None:
         base.expect("hidden_act", self.hidden_act, "xielu")
+
+    def feed_forward(self, index: int) -> XieluDense:
+        return XieluDense(self.intermediate_size, self.hidden_act)
 
 
 class XIELU(ShardedModule):
@@ -75,20 +78,12 @@ class MLP(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(h)))
 
 
-class Layer(base.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        self.attention_layernorm = AddRMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.self_attn = qwen3.Attention(args, mesh, index, local)
-        self.feedforward_layernorm = AddRMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh)
-
-    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.attention_layernorm(stream))
-        stream.add(self.self_attn(h, cos_sin, batch))
-        yield (h := self.feedforward_layernorm(stream))
-        stream.add(self.mlp(h))
+class XieluDense(Dense):
+    def make(self, hidden: int, mesh: Mesh) -> MLP:
+        return MLP(hidden, self.inner, mesh)
 
 
-class Model(base.Model):
-    LAYER = Layer
+class Model(llama.Model):
+    RENAMED = {
+        ".attention_layernorm.": ".input_layernorm.", ".feedforward_layernorm.": ".post_attention_layernorm.",
+    }  # fmt: skip

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....comm.mesh import Mesh
-from .. import base
-from ..layers.mlp import MLP
+from ..layers.feed_forward import Dense
 from . import llama
 
 
@@ -15,12 +13,8 @@ class Args(llama.Args):
     hidden_act: str = "relu2"
     rms_norm_eps: float = 1e-5
 
-
-class Layer(llama.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act, args.mlp_bias)
+    def feed_forward(self, index: int) -> Dense:
+        return Dense(self.intermediate_size, self.hidden_act, self.mlp_bias, gated=False)
 
 
-class Model(base.Model):
-    LAYER = Layer
+Model = llama.Model

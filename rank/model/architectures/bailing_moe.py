@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
 from .. import base
-from ..layers.moe import MoE, SharedMoE
-from . import bailing_hybrid, deepseek_v3, llama, minimax_m2, qwen3
+from ..layers.feed_forward import Experts, FeedForward
+from . import bailing_hybrid, deepseek_v3, llama, minimax_m2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +50,24 @@ class Args(llama.Args):
         return self.use_bias
 
     @property
+    def qk_norm(self) -> bool:
+        return self.use_qk_norm
+
+    @property
     def router(self) -> RouterParams:
         if self.score_function == "sigmoid":
             return deepseek_v3.router(self)
         return RouterParams(self.num_experts_per_tok, normalise=self.norm_topk_prob)
 
-
-class Layer(llama.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        if args.use_qk_norm:
-            self.self_attn = qwen3.Attention(args, mesh, index, local)
-        if index >= args.first_k_dense_replace:
-            hidden, inner, experts = args.hidden_size, args.moe_intermediate_size, args.num_experts
-            shared = (args.moe_shared_expert_intermediate_size or inner) * args.num_shared_experts
-            if shared:
-                self.mlp = SharedMoE(hidden, inner, shared, experts, args.router, mesh, args.hidden_act)
-            else:
-                self.mlp = MoE(hidden, inner, experts, args.router, mesh, args.hidden_act)
+    def feed_forward(self, index: int) -> FeedForward:
+        if index < self.first_k_dense_replace:
+            return super().feed_forward(index)
+        inner = self.moe_intermediate_size
+        shared = (self.moe_shared_expert_intermediate_size or inner) * self.num_shared_experts
+        return Experts(inner, self.num_experts, self.router, self.hidden_act, shared)
 
 
-class Model(base.Model):
-    LAYER = Layer
+class Model(llama.Model):
     RENAMED = bailing_hybrid.RENAMED | {
         ".query_key_value.": ".qkv_proj.",
         ".query_layernorm.": ".q_norm.",

@@ -4,6 +4,7 @@ in the larger models a layer norm for each head's queries and keys."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,17 @@ from ..layers.residual import Normed, Partial
 from ..layers.rope import Parameters
 from ..shard import Shard, even, key_heads, whole
 from ..weights.slicing import Field, ShardedModule
-from . import cohere2, llama
+from . import llama
 
 CONFIG = {"defaults": {"rope_theta": 500000.0}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    layer_norms: ClassVar[bool] = True
+    norm_bias: ClassVar[bool] = False
+    parallel: ClassVar[bool] = True
+
     layer_norm_eps: float = 1e-5
     logit_scale: float = 0.0625
     use_qk_norm: bool = False
@@ -63,9 +68,9 @@ class Attention(llama.Attention):
         return self.o_proj(self.attention(h, q, k, v, cos_sin, batch))
 
 
-class Layer(cohere2.Layer):
+class Layer(llama.Layer):
     ATTENTION = Attention
 
 
-class Model(cohere2.Model):
+class Model(llama.Model):
     LAYER = Layer

@@ -4,23 +4,22 @@ layers with a window and interleaved rope to one of full attention without posit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from torch import nn
-
-from ....comm.mesh import Mesh
 from .. import base
 from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
-from ..layers.mlp import GatedMLP
-from ..layers.norm import AddLayerNorm, LayerNorm
 from ..layers.rope import NONE, Parameters
-from . import llama, ministral, phi
+from . import llama, ministral
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(ministral.Args):
+    layer_norms: ClassVar[bool] = True
+    norm_bias: ClassVar[bool] = False
+    parallel: ClassVar[bool] = True
+
     layer_norm_eps: float = 1e-5
     logit_scale: float = 0.0625
     sliding_window_pattern: Count = 4
@@ -39,23 +38,4 @@ class Args(ministral.Args):
         return {**self.rope_parameters, "interleaved": True} if self.layer_type(index) == SLIDING else NONE
 
 
-class Layer(base.Layer):
-    ATTENTION: type[nn.Module] = llama.Attention
-
-    def __init__(self, args: Any, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        self.input_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps, bias=False)
-        self.self_attn = self.ATTENTION(args, mesh, index, local)
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act)
-
-    forward = phi.Layer.forward
-
-
-class Decoder(base.Decoder):
-    @staticmethod
-    def final_norm(args: Any) -> LayerNorm:
-        return LayerNorm(args.hidden_size, args.layer_norm_eps, bias=False)
-
-
-class Model(base.Model):
-    LAYER, DECODER = Layer, Decoder
+Model = llama.Model

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -14,9 +15,9 @@ from ....kernels.attention.attention import AttentionParams
 from ....kernels.moe.router import RouterParams
 from .. import base
 from ..base import Count
+from ..layers.feed_forward import Experts, FeedForward
 from ..layers.linear import Linear
 from ..layers.mla import LatentAttention, LatentSizes, LatentUp
-from ..layers.moe import SharedMoE
 from ..layers.rope import Parameters, yarn_mscale
 from ..weights.slicing import ShardedModule, Source
 from . import llama
@@ -89,6 +90,16 @@ class Args(llama.Args):
         """Whether a layer has experts."""
         return index >= self.first_k_dense_replace and index % self.moe_layer_freq == 0
 
+    def feed_forward(self, index: int) -> FeedForward:
+        return feed_forward(self, index)
+
+
+def feed_forward(args: Any, index: int) -> FeedForward:
+    if not args.sparse(index):
+        return llama.Args.feed_forward(args, index)
+    inner = args.moe_intermediate_size
+    return Experts(inner, args.n_routed_experts, args.router, args.hidden_act, inner * args.n_shared_experts)
+
 
 class Attention(LatentAttention):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
@@ -98,13 +109,6 @@ class Attention(LatentAttention):
 
 class Layer(llama.Layer):
     ATTENTION: type[nn.Module] = Attention
-
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        if args.sparse(index):
-            inner, experts = args.moe_intermediate_size, args.n_routed_experts
-            shared = inner * args.n_shared_experts
-            self.mlp = SharedMoE(args.hidden_size, inner, shared, experts, args.router, mesh, args.hidden_act)
 
 
 class Model(base.Model):

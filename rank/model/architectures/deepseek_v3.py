@@ -8,8 +8,9 @@ from typing import Any
 from ....kernels.moe.router import RouterParams
 from .. import base
 from ..base import Count
+from ..layers.feed_forward import FeedForward
 from ..layers.rope import Parameters
-from . import deepseek_v2
+from . import deepseek_v2, llama
 
 CONFIG = {"names": {"qk_rope_head_dim": "head_dim"}}
 
@@ -42,6 +43,39 @@ def router(args: Any) -> RouterParams:
         args.num_experts_per_tok, "sigmoid", corrected=True, normalise=args.norm_topk_prob,
         scale=args.routed_scaling_factor, groups=args.n_group, top_groups=args.topk_group,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertArgs(llama.Args):
+    """DeepSeek-V3's experts behind the first layers of another model."""
+
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    n_group: Count = 1
+    topk_group: Count = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 1
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base.expect("scoring_func", self.scoring_func, "sigmoid")
+        base.expect("topk_method", self.topk_method, "noaux_tc")
+
+    @property
+    def router(self) -> RouterParams:
+        return router(self)
+
+    def sparse(self, index: int) -> bool:
+        """Whether a layer has experts."""
+        return index >= self.first_k_dense_replace
+
+    def feed_forward(self, index: int) -> FeedForward:
+        return deepseek_v2.feed_forward(self, index)
 
 
 class Model(deepseek_v2.Model):

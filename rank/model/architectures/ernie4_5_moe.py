@@ -12,7 +12,8 @@ from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams, route
 from .. import base
 from ..base import Count
-from ..layers.moe import MoE, Router, SharedMoE
+from ..layers.feed_forward import Experts, FeedForward
+from ..layers.moe import Router
 from ..weights.slicing import Field
 from . import ernie4_5, llama
 
@@ -41,9 +42,12 @@ class Args(ernie4_5.Args):
         end = last if given is None or given == -1 else given
         return (index + 1) % self.moe_layer_interval == 0 and self.moe_layer_start_index <= index <= end
 
-    @property
-    def router(self) -> RouterParams:
-        return RouterParams(self.num_experts_per_tok, corrected=True)
+    def feed_forward(self, index: int) -> FeedForward:
+        if not self.sparse(index):
+            return super().feed_forward(index)
+        inner, params = self.moe_intermediate_size, RouterParams(self.num_experts_per_tok, corrected=True)
+        shared = inner * self.moe_num_shared_experts
+        return CorrectedExperts(inner, self.num_experts, params, self.hidden_act, shared)
 
 
 class CorrectedRouter(Router):
@@ -60,16 +64,12 @@ class CorrectedRouter(Router):
         return route(x, self.weight, self.e_score_correction_bias[0], self.params)
 
 
-class Layer(llama.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        if args.sparse(index):
-            hidden, inner, of = args.hidden_size, args.moe_intermediate_size, (args.num_experts, args.router, mesh)
-            shared, act = inner * args.moe_num_shared_experts, args.hidden_act
-            self.mlp = SharedMoE(hidden, inner, shared, *of, act) if shared else MoE(hidden, inner, *of, act)
-            self.mlp.gate = CorrectedRouter(hidden, args.num_experts, args.router)
+class CorrectedExperts(Experts):
+    def make(self, hidden: int, mesh: Mesh) -> nn.Module:
+        made = super().make(hidden, mesh)
+        made.gate = CorrectedRouter(hidden, self.experts, self.router)
+        return made
 
 
-class Model(base.Model):
-    LAYER = Layer
+class Model(llama.Model):
     RENAMED = {".gate.moe_statics.": ".gate.", ".mlp.moe_statics.": ".mlp.gate."}

@@ -20,7 +20,6 @@ from ..cache_spec import KVAndState
 from ..layers import mamba2
 from ..layers.mamba2 import Factors, Mamba2, Mamba2Shape
 from ..layers.mlp import GatedMLP
-from ..layers.norm import AddRMSNorm
 from ..layers.residual import Normed, Partial, ResidualStream
 from . import llama
 
@@ -107,15 +106,13 @@ class MLP(GatedMLP):
         return self.down_proj(gated_activation(both, self.gate_up_proj.activation))
 
 
-class Layer(base.Layer):
+class Layer(llama.Layer):
+    ATTENTION = Attention
+
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        hidden, eps = args.hidden_size, args.rms_norm_eps
-        self.input_layernorm = AddRMSNorm(hidden, eps)
         factors = [args.ssm_in_multiplier * one for one in args.ssm_multipliers]
-        self.mamba = Mamba2(hidden, args.mamba, eps, mesh, local, factors)
-        self.self_attn = Attention(args, mesh, index, local)
-        self.post_attention_layernorm = AddRMSNorm(hidden, eps)
+        self.mamba = Mamba2(args.hidden_size, args.mamba, args.rms_norm_eps, mesh, local, factors)
         gate, self.mlp_multiplier = args.mlp_multipliers
         self.mlp = MLP(args, mesh, gate)
         self.multiplier = args.ssm_out_multiplier

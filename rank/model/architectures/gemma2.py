@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ....comm.mesh import Mesh
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.rope.rope import CosSin
 from .. import base
-from ..base import Count, Divisor
+from ..base import Divisor
 from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
-from ..layers.mlp import GatedMLP
-from ..layers.norm import AddRMSNorm, PostNorm
+from ..layers.feed_forward import Dense
+from ..layers.norm import PostNorm, add_norm, norm
 from ..layers.residual import Normed, ResidualStream
-from . import llama
+from . import llama, ministral
 
 CONFIG = {"defaults": {"head_dim": 256}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(llama.Args):
+class Args(ministral.Args):
     norm_offset: ClassVar[float] = 1.0
 
     hidden_activation: str = "gelu_pytorch_tanh"
     query_pre_attn_scalar: Divisor = 256.0
-    sliding_window: Count | None = 4096
-    layer_types: list[str] = field(default_factory=list)
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
     tie_word_embeddings: bool = True
@@ -46,25 +44,18 @@ class Args(llama.Args):
         return layer_type(self.layer_types, index, FULL if index % 2 else SLIDING)
 
     def attention_params(self, index: int) -> AttentionParams:
-        return AttentionParams(
-            scale=self.query_pre_attn_scalar**-0.5,
-            window=(self.sliding_window or 0) if self.layer_type(index) == SLIDING else 0,
-            softcap=self.attn_logit_softcapping or 0.0,
-        )
+        cap = self.attn_logit_softcapping or 0.0
+        return AttentionParams(self.query_pre_attn_scalar**-0.5, self.window(index), cap)
+
+    def feed_forward(self, index: int) -> Dense:
+        return Dense(self.intermediate_size, self.hidden_activation)
 
 
-class Layer(base.Layer):
-    ATTENTION: type[llama.Attention] = llama.Attention
-
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+class Layer(llama.Layer):
+    def __init__(self, args: llama.Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        size, eps, offset = args.hidden_size, args.rms_norm_eps, args.norm_offset
-        self.input_layernorm = AddRMSNorm(size, eps, offset)
-        self.self_attn = self.ATTENTION(args, mesh, index, local)
-        self.post_attention_layernorm = PostNorm(size, eps, offset)
-        self.pre_feedforward_layernorm = AddRMSNorm(size, eps, offset)
-        self.mlp = GatedMLP(size, args.intermediate_size, mesh, args.hidden_activation)
-        self.post_feedforward_layernorm = PostNorm(size, eps, offset)
+        self.pre_feedforward_layernorm = add_norm(args)
+        self.post_attention_layernorm, self.post_feedforward_layernorm = (norm(args, PostNorm) for _ in range(2))
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := self.input_layernorm(stream))

@@ -4,13 +4,14 @@ one of full attention, and a rope for each of the two."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ....errors import MODEL, FatalError
 from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
 from ..layers.rope import Parameters
-from . import gemma2, qwen3
+from . import gemma2
 
 CONFIG = {
     "defaults": {
@@ -28,6 +29,8 @@ CONFIG = {
 
 @dataclass(frozen=True, kw_only=True)
 class Args(gemma2.Args):
+    qk_norm: ClassVar[bool] = True
+
     sliding_window_pattern: Count = 6
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
@@ -48,9 +51,4 @@ class Args(gemma2.Args):
         return self.rope_parameters[self.layer_type(index)]
 
 
-class Layer(gemma2.Layer):
-    ATTENTION = qwen3.Attention
-
-
-class Model(gemma2.Model):
-    LAYER = Layer
+Model = gemma2.Model

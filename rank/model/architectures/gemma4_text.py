@@ -26,15 +26,16 @@ from ..config import FULL, SLIDING
 from ..experts.fused import FusedExperts
 from ..layers.attention import PagedAttention, layer_type
 from ..layers.embedding import VocabParallelEmbedding
+from ..layers.feed_forward import Dense
 from ..layers.linear import ColumnParallel, QKVParallel, RowParallel
-from ..layers.mlp import GatedMLP, activation
+from ..layers.mlp import activation
 from ..layers.moe import Router
-from ..layers.norm import AddRMSNorm, PostNorm, RMSNorm
+from ..layers.norm import PostNorm, RMSNorm
 from ..layers.residual import Normed, Partial, PostNormed, ResidualStream
 from ..layers.rope import Parameters
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
-from . import gemma3_text
+from . import gemma2, gemma3_text
 
 CONFIG = {
     "defaults": {
@@ -101,8 +102,12 @@ class Args(gemma3_text.Args):
         return self.rope_parameters[self.layer_type(index)] | {"head_dim": self.heads(index)[1]}
 
     def attention_params(self, index: int) -> AttentionParams:
-        window = self.sliding_window or 0
-        return AttentionParams(scale=1.0, window=window if self.layer_type(index) == SLIDING else 0)
+        return AttentionParams(scale=1.0, window=self.window(index))
+
+    def feed_forward(self, index: int) -> Dense:
+        """Layers that share keys and values may have an MLP of twice the size."""
+        wide = self.use_double_wide_mlp and self.source(index) != index
+        return Dense(self.intermediate_size * (1 + wide), self.hidden_activation)
 
     def source(self, index: int) -> int:
         """The layer whose keys and values a layer reads: itself, but for the last ones."""
@@ -113,10 +118,6 @@ class Args(gemma3_text.Args):
         if not of_type:
             raise FatalError(f"config.json: layer {index} shares keys and values of a layer that there is not", MODEL)
         return of_type[-1]
-
-    def inner(self, index: int) -> int:
-        """The MLP's inner size."""
-        return self.intermediate_size * (2 if self.use_double_wide_mlp and self.source(index) != index else 1)
 
 
 class Attention(nn.Module):
@@ -240,18 +241,13 @@ class LayerInput(nn.Module):
         return self.post_per_layer_input_norm(self.per_layer_projection(gated))
 
 
-class Layer(base.Layer):
+class Layer(gemma2.Layer):
+    ATTENTION = Attention
+
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        size, eps = args.hidden_size, args.rms_norm_eps
-        self.input_layernorm = AddRMSNorm(size, eps)
-        self.self_attn = Attention(args, mesh, index, local)
-        self.post_attention_layernorm = PostNorm(size, eps)
-        self.pre_feedforward_layernorm = AddRMSNorm(size, eps)
-        self.mlp = GatedMLP(size, args.inner(index), mesh, args.hidden_activation)
         self.routed = Experts(args, mesh) if args.enable_moe_block else None
-        self.after_mlp = RMSNorm(size, eps) if args.enable_moe_block else None
-        self.post_feedforward_layernorm = PostNorm(size, eps)
+        self.after_mlp = RMSNorm(args.hidden_size, args.rms_norm_eps) if args.enable_moe_block else None
         self.input = LayerInput(args, index) if args.hidden_size_per_layer_input else None
         self.scalar = LayerScalar()
 

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
-from ....comm.mesh import Mesh
-from ....kernels.rope.rope import CosSin
-from .. import base
-from ..batch import Batch
-from ..layers.norm import PostNorm
-from ..layers.residual import Normed, ResidualStream
-from . import glm, llama
+from . import gemma2, glm
 
 Args = glm.Args
 
 
-class Layer(llama.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        self.post_self_attn_layernorm = PostNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_mlp_layernorm = PostNorm(args.hidden_size, args.rms_norm_eps)
-
-    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.input_layernorm(stream))
-        stream.add(self.post_self_attn_layernorm(self.self_attn(h, cos_sin, batch).sum()))
-        yield (h := self.post_attention_layernorm(stream))
-        stream.add(self.post_mlp_layernorm(self.mlp(h).sum()))
-
-
-class Model(base.Model):
-    LAYER = Layer
+class Model(gemma2.Model):
+    RENAMED = {
+        ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
+        ".post_self_attn_layernorm.": ".post_attention_layernorm.",
+        ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
+    }

@@ -15,10 +15,9 @@ from ....kernels.attention.attention import AttentionParams
 from .. import base
 from ..batch import Batch
 from ..layers.embedding import PositionEmbedding
-from ..layers.mlp import MLP
-from ..layers.norm import AddLayerNorm
+from ..layers.feed_forward import Dense
 from ..layers.rope import NONE, Parameters
-from . import llama, phi
+from . import llama
 
 CONFIG = {
     "names": {
@@ -37,6 +36,7 @@ CONFIG = {
 class Args(llama.Args):
     qkv_bias: ClassVar[bool] = True
     o_bias: ClassVar[bool] = True
+    layer_norms: ClassVar[bool] = True
 
     intermediate_size: int = 0  # is not read:
     n_inner: int | None = None  # None: four times the hidden size
@@ -57,20 +57,11 @@ class Args(llama.Args):
     def rope(self, index: int) -> Parameters:
         return NONE
 
-
-class Layer(base.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        size, eps = args.hidden_size, args.layer_norm_eps
-        self.input_layernorm = AddLayerNorm(size, eps)
-        self.self_attn = llama.Attention(args, mesh, index, local)
-        self.post_attention_layernorm = AddLayerNorm(size, eps)
-        self.mlp = MLP(size, args.n_inner or 4 * size, mesh, args.hidden_act, bias=True)
-
-    forward = llama.Layer.forward
+    def feed_forward(self, index: int) -> Dense:
+        return Dense(self.n_inner or 4 * self.hidden_size, self.hidden_act, bias=True, gated=False)
 
 
-class Decoder(phi.Decoder):
+class Decoder(base.Decoder):
     def __init__(self, args: base.Args, mesh: Mesh, layer: type[base.Layer]):
         super().__init__(args, mesh, layer)
         positions = PositionEmbedding(args.max_position_embeddings, args.hidden_size)
@@ -81,8 +72,8 @@ class Decoder(phi.Decoder):
         return super().embed(batch).add_(self.embed_positions(batch.positions))
 
 
-class Model(base.Model):
-    LAYER, DECODER = Layer, Decoder
+class Model(llama.Model):
+    DECODER = Decoder
     MERGED = {"o_proj": ("c_proj",), "up_proj": ("c_fc",), "down_proj": ("c_proj",)}
     RENAMED = {
         "transformer.wte.": "model.embed_tokens.",

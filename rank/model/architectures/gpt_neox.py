@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -15,8 +16,6 @@ from ..batch import Batch
 from ..cache_spec import PagedKV
 from ..layers.attention import PagedAttention
 from ..layers.linear import QKVParallel, RowParallel
-from ..layers.mlp import MLP
-from ..layers.norm import AddLayerNorm
 from ..layers.residual import Normed, Partial, ResidualStream
 from ..shard import even, scaled
 from . import llama, phi
@@ -29,10 +28,14 @@ CONFIG = {
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    layer_norms: ClassVar[bool] = True
+
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-5
     attention_bias: bool = True
     use_parallel_residual: bool = True
+
+    feed_forward = phi.Args.feed_forward
 
 
 class HeadsTogether(QKVParallel):
@@ -63,28 +66,23 @@ class Attention(nn.Module):
         return self.o_proj(self.attention(h, q, k, v, cos_sin, batch))
 
 
-class Layer(base.Layer):
+class Layer(llama.Layer):
+    ATTENTION = Attention
+
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        self.input_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps)
-        self.self_attn = Attention(args, mesh, index, local)
-        self.post_attention_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps)
-        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act, bias=True)
-        self.parallel = args.use_parallel_residual
+        self.beside = args.use_parallel_residual
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.input_layernorm(stream))
-        attended = self.self_attn(h, cos_sin, batch)
-        if self.parallel:  # both norms read the same stream
-            stream.add(attended + self.mlp(self.post_attention_layernorm(stream)))
+        if not self.beside:
+            yield from super().forward(stream, cos_sin, batch)
             return
-        stream.add(attended)
-        yield (h := self.post_attention_layernorm(stream))
-        stream.add(self.mlp(h))
+        yield (h := self.input_layernorm(stream))  # both norms read the same stream
+        stream.add(self.self_attn(h, cos_sin, batch) + self.mlp(self.post_attention_layernorm(stream)))
 
 
 class Model(base.Model):
-    LAYER, DECODER = Layer, phi.Decoder
+    LAYER = Layer
     RENAMED = {
         "gpt_neox.": "model.",
         "model.embed_in.": "model.embed_tokens.",

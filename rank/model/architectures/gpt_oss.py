@@ -3,7 +3,7 @@ experts with a clamped SwiGLU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ....comm.mesh import Mesh
 from ....kernels.activation.activation import CLAMPED_SWIGLU, LIMIT, SLOPE
@@ -15,8 +15,8 @@ from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..experts.fused import ExpertLayout
 from ..layers.attention import Sinks, layer_type
+from ..layers.feed_forward import Experts
 from ..layers.mlp import limited
-from ..layers.moe import MoE
 from ..layers.residual import Normed, Partial
 from ..shard import even
 from . import llama, ministral
@@ -46,7 +46,6 @@ class Args(ministral.Args):
     rms_norm_eps: float = 1e-5
     swiglu_limit: float = LIMIT
     swiglu_alpha: float = SLOPE
-    layer_types: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         limited(CLAMPED_SWIGLU, self.swiglu_limit)
@@ -54,6 +53,11 @@ class Args(ministral.Args):
 
     def layer_type(self, index: int) -> str:
         return layer_type(self.layer_types, index, FULL if index % 2 else SLIDING)
+
+    def feed_forward(self, index: int) -> Experts:
+        params, act = RouterParams(self.num_experts_per_tok, biased=True), limited(CLAMPED_SWIGLU, self.swiglu_limit)
+        layout = ExpertLayout("eio", interleaved=True, biased=True)
+        return Experts(self.intermediate_size, self.num_local_experts, params, act, layout=layout)
 
 
 class Attention(llama.Attention):
@@ -66,21 +70,8 @@ class Attention(llama.Attention):
         return self.o_proj(self.attention(h, q, k, v, cos_sin, batch, sinks=self.sinks.weight))
 
 
-class Experts(MoE):
-    def __init__(self, args: Args, mesh: Mesh):
-        params = RouterParams(args.num_experts_per_tok, biased=True)
-        layout = ExpertLayout("eio", interleaved=True, biased=True)
-        hidden, inner = args.hidden_size, args.intermediate_size
-        act = limited(CLAMPED_SWIGLU, args.swiglu_limit)
-        super().__init__(hidden, inner, args.num_local_experts, params, mesh, act, layout)
-
-
 class Layer(llama.Layer):
     ATTENTION = Attention
-
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        self.mlp = Experts(args, mesh)
 
 
 class Model(base.Model):

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ....comm.mesh import Mesh
 from .. import base
-from ..layers.mlp import MLP
-from ..layers.norm import AddLayerNorm
+from ..layers.feed_forward import Dense
 from ..layers.rope import Parameters
-from . import llama, phi
+from . import llama
 
 CONFIG = {
     "names": {
@@ -27,6 +25,8 @@ CONFIG = {
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
     head_bias: ClassVar[bool] = True
+    layer_norms: ClassVar[bool] = True
+    parallel: ClassVar[bool] = True
 
     intermediate_size: int = 0  # is not read:
     n_inner: int | None = None  # None: four times the hidden size
@@ -41,19 +41,11 @@ class Args(llama.Args):
         part = (self.rotary_dim or self.head_dim) / self.head_dim
         return self.rope_parameters | {"partial_rotary_factor": part, "interleaved": True}
 
-
-class Layer(base.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        self.input_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps)
-        self.self_attn = llama.Attention(args, mesh, index, local)
-        self.mlp = MLP(args.hidden_size, args.n_inner or 4 * args.hidden_size, mesh, args.hidden_act, bias=True)
-
-    forward = phi.Layer.forward
+    def feed_forward(self, index: int) -> Dense:
+        return Dense(self.n_inner or 4 * self.hidden_size, self.hidden_act, bias=True, gated=False)
 
 
-class Model(base.Model):
-    LAYER, DECODER = Layer, phi.Decoder
+class Model(llama.Model):
     RENAMED = {
         "transformer.wte.": "model.embed_tokens.", "transformer.ln_f.": "model.norm.",
         "transformer.h.": "model.layers.", ".ln_1.": ".input_layernorm.", ".attn.": ".self_attn.",

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....comm.mesh import Mesh
-from ....kernels.moe.router import RouterParams
-from .. import base
-from ..layers.moe import MoE
-from . import granite
+from . import granite, llama, mixtral
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,16 +12,10 @@ class Args(granite.Args):
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
 
-
-class Layer(granite.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        params = RouterParams(args.num_experts_per_tok)
-        self.mlp = MoE(args.hidden_size, args.intermediate_size, args.num_local_experts, params, mesh, args.hidden_act)
+    feed_forward = mixtral.Args.feed_forward
 
 
-class Model(base.Model):
-    LAYER = Layer
+class Model(llama.Model):
     RENAMED = {
         ".block_sparse_moe.router.layer.": ".mlp.gate.",
         ".block_sparse_moe.router.": ".mlp.gate.",

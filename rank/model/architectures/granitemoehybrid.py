@@ -3,7 +3,6 @@ feed-forward layer that all tokens visit, with experts or alone."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -17,13 +16,11 @@ from ..batch import Batch
 from ..config import FULL, LINEAR
 from ..layers import mamba2
 from ..layers.attention import layer_type
+from ..layers.feed_forward import Dense, Experts, FeedForward
 from ..layers.mamba2 import Mamba2, Mamba2Shape
-from ..layers.mlp import GatedMLP
-from ..layers.moe import SharedMoE
-from ..layers.norm import AddRMSNorm
-from ..layers.residual import Normed, Partial, ResidualStream
+from ..layers.residual import Normed, Partial
 from ..layers.rope import NONE, Parameters
-from . import granite, llama
+from . import granite, granitemoe, llama
 
 CONFIG = {"names": {"layers_block_type": "layer_types"}}
 KINDS = {"mamba": LINEAR, "attention": FULL}  # as the first checkpoints name types of layers
@@ -61,6 +58,12 @@ class Args(granite.Args):
         full = (index for index in reversed(range(self.num_hidden_layers)) if not self.linear(index))
         return next(full, self.num_hidden_layers - 1)
 
+    def feed_forward(self, index: int) -> FeedForward:
+        shared, experts = self.shared_intermediate_size, self.num_local_experts
+        if not experts:
+            return Alone(shared, self.hidden_act)
+        return Experts(self.intermediate_size, experts, RouterParams(self.num_experts_per_tok), self.hidden_act, shared)
+
     def rope(self, index: int) -> Parameters:
         return self.rope_parameters if self.position_embedding_type == "rope" else NONE
 
@@ -75,47 +78,37 @@ class Args(granite.Args):
 class SharedAlone(nn.Module):
     """The feed-forward layer of models without experts, where those with experts have it."""
 
-    def __init__(self, args: Args, mesh: Mesh):
+    def __init__(self, shared: nn.Module):
         super().__init__()
-        self.shared_experts = GatedMLP(args.hidden_size, args.shared_intermediate_size, mesh, args.hidden_act)
+        self.shared_experts = shared
 
     def forward(self, h: Normed) -> Partial:
         return self.shared_experts(h)
 
 
-class Layer(base.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        hidden, eps, self.multiplier = args.hidden_size, args.rms_norm_eps, args.residual_multiplier
-        self.input_layernorm = AddRMSNorm(hidden, eps)
-        if args.linear(index):
-            self.mamba = Mamba2(hidden, args.mamba, eps, mesh, local)
-        else:
-            self.self_attn = llama.Attention(args, mesh, index, local)
-        self.post_attention_layernorm = AddRMSNorm(hidden, eps)
-        self.mlp: nn.Module
-        if args.num_local_experts:
-            inner, shared, experts = args.intermediate_size, args.shared_intermediate_size, args.num_local_experts
-            self.mlp = SharedMoE(hidden, inner, shared, experts, RouterParams(args.num_experts_per_tok), mesh)
-        else:
-            self.mlp = SharedAlone(args, mesh)
+class Alone(Dense):
+    def make(self, hidden: int, mesh: Mesh) -> SharedAlone:
+        return SharedAlone(super().make(hidden, mesh))
 
-    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.input_layernorm(stream))
-        mixed = self.mamba(h, batch) if hasattr(self, "mamba") else self.self_attn(h, cos_sin, batch)
-        stream.add(mixed * self.multiplier)
-        yield (h := self.post_attention_layernorm(stream))
-        stream.add(self.mlp(h) * self.multiplier)
+
+class Layer(llama.Layer):
+    def make_mixer(self, args: Args, mesh: Mesh, index: int, local: int) -> None:
+        of = args.hidden_size, args.mamba, args.rms_norm_eps, mesh, local
+        self.mamba = Mamba2(*of) if args.linear(index) else None
+        if self.mamba is None:
+            super().make_mixer(args, mesh, index, local)
+
+    def mix(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        return super().mix(h, cos_sin, batch) if self.mamba is None else self.mamba(h, batch)
 
 
 class Model(base.Model):
     LAYER = Layer
-    RENAMED = mamba2.RENAMED | {
-        ".block_sparse_moe.router.layer.": ".mlp.gate.",
-        ".block_sparse_moe.router.": ".mlp.gate.",
-        ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
-        ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
-        ".block_sparse_moe.": ".mlp.",
-        ".shared_mlp.input_linear.": ".mlp.shared_experts.gate_up_proj.",
-        ".shared_mlp.output_linear.": ".mlp.shared_experts.down_proj.",
-    }
+    RENAMED = (
+        mamba2.RENAMED
+        | granitemoe.Model.RENAMED
+        | {
+            ".shared_mlp.input_linear.": ".mlp.shared_experts.gate_up_proj.",
+            ".shared_mlp.output_linear.": ".mlp.shared_experts.down_proj.",
+        }
+    )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
 from ....kernels.moe.router import RouterParams
-from .. import base
-from ..layers.moe import SharedMoE
+from ..layers.feed_forward import Experts
 from . import hunyuan_v1_dense
 
 
@@ -25,16 +23,12 @@ class Args(hunyuan_v1_dense.Args):
             raise FatalError(f"config.json: moe_topk has {len(top)} entries, and none for layer {index}", MODEL)
         return RouterParams(top[index])
 
-
-class Layer(hunyuan_v1_dense.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        inner, router = args.intermediate_size, args.router(index)
-        self.mlp = SharedMoE(args.hidden_size, inner, inner, args.num_experts, router, mesh, args.hidden_act)
+    def feed_forward(self, index: int) -> Experts:
+        inner = self.intermediate_size
+        return Experts(inner, self.num_experts, self.router(index), self.hidden_act, inner)
 
 
-class Model(base.Model):
-    LAYER = Layer
+class Model(hunyuan_v1_dense.Model):
     RENAMED = hunyuan_v1_dense.Model.RENAMED | {
         ".mlp.gate.wg.": ".mlp.gate.",
         ".mlp.shared_mlp.": ".mlp.shared_experts.",

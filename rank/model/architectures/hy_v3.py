@@ -4,18 +4,20 @@ that all tokens visit."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
 from .. import base
-from ..layers.moe import SharedMoE
-from . import glm4_moe_lite, llama, qwen3
+from ..layers.feed_forward import Experts, FeedForward
+from . import glm4_moe_lite, llama
 
 CONFIG = {"defaults": {"rope_theta": 11158840.0, "head_dim": 128}, "names": {"num_local_experts": "num_experts"}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    qk_norm: ClassVar[bool] = True
+
     rms_norm_eps: float = 1e-5
     num_experts: int = 192
     num_experts_per_tok: int = 8
@@ -27,24 +29,15 @@ class Args(llama.Args):
     def __post_init__(self) -> None:
         base.expect("mlp_bias", self.mlp_bias, False)
 
-    def sparse(self, index: int) -> bool:
-        return glm4_moe_lite.sparse(self.mlp_layer_types, index, index > 0)
+    def feed_forward(self, index: int) -> FeedForward:
+        if not glm4_moe_lite.sparse(self.mlp_layer_types, index, index > 0):
+            return super().feed_forward(index)
+        inner, scale = self.moe_intermediate_size, self.router_scaling_factor
+        params = RouterParams(self.num_experts_per_tok, "sigmoid", corrected=True, scale=scale)
+        return Experts(inner, self.num_experts, params, self.hidden_act, inner * self.num_shared_experts)
 
 
-class Layer(llama.Layer):
-    ATTENTION = qwen3.Attention
-
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        if args.sparse(index):
-            inner, scale = args.moe_intermediate_size, args.router_scaling_factor
-            params = RouterParams(args.num_experts_per_tok, "sigmoid", corrected=True, scale=scale)
-            shared = inner * args.num_shared_experts
-            self.mlp = SharedMoE(args.hidden_size, inner, shared, args.num_experts, params, mesh, args.hidden_act)
-
-
-class Model(base.Model):
-    LAYER = Layer
+class Model(llama.Model):
     RENAMED = {
         ".mlp.router.gate.": ".mlp.gate.",
         ".mlp.shared_mlp.": ".mlp.shared_experts.",

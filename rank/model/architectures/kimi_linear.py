@@ -3,11 +3,8 @@ that is not rotated, and DeepSeek-V3's experts behind the first layer."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
-
-from torch import nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
@@ -19,7 +16,7 @@ from ..batch import Batch
 from ..config import FULL, LINEAR, MOST
 from ..layers.attention import layer_type
 from ..layers.gated_delta_net import DeltaNetShape, KimiDeltaAttention
-from ..layers.residual import Normed, Partial, ResidualStream
+from ..layers.residual import Normed, Partial
 from ..layers.rope import NONE, Parameters
 from . import deepseek_v2, deepseek_v3, glm4_moe_lite, mixtral
 
@@ -82,16 +79,11 @@ class Args(glm4_moe_lite.Args):
 class Layer(deepseek_v2.Layer):
     DELTA: type[KimiDeltaAttention] = KimiDeltaAttention
 
-    def __init__(self, args: Any, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
+    def make_mixer(self, args: Any, mesh: Mesh, index: int, local: int) -> None:
         if args.linear(index):
-            self.self_attn: nn.Module = self.DELTA(args.hidden_size, args.delta_net, args.rms_norm_eps, mesh, local)
-
-    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.input_layernorm(stream))
-        stream.add(self.mix(h, cos_sin, batch))
-        yield (h := self.post_attention_layernorm(stream))
-        stream.add(self.mlp(h))
+            self.self_attn = self.DELTA(args.hidden_size, args.delta_net, args.rms_norm_eps, mesh, local)
+        else:
+            super().make_mixer(args, mesh, index, local)
 
     def mix(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
         delta = isinstance(self.self_attn, KimiDeltaAttention)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass, field
-
-from torch import nn
+from typing import ClassVar
 
 from ....comm.mesh import Mesh
 from ....kernels.rope.rope import CosSin
@@ -14,11 +12,10 @@ from ..base import Count, Divisor
 from ..batch import Batch
 from ..config import CONV, FULL
 from ..layers.attention import layer_type
-from ..layers.mlp import GatedMLP
-from ..layers.norm import AddRMSNorm
-from ..layers.residual import Normed, ResidualStream
+from ..layers.feed_forward import Dense
+from ..layers.residual import Normed, Partial
 from ..layers.short_conv import ShortConv
-from . import llama, qwen3
+from . import llama
 
 CONFIG = {
     "names": {"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
@@ -29,6 +26,8 @@ CONFIG = {
 @dataclass(frozen=True, kw_only=True)
 class ConvArgs(llama.Args):
     """Which layers have a convolution, and which."""
+
+    qk_norm: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
@@ -60,41 +59,26 @@ class Args(ConvArgs):
             return index not in self.full_attn_idxs
         return super().convolves(index)
 
-    @property
-    def inner(self) -> int:
-        """The inner size of feed-forward layers: two thirds of the key's, in whole multiples."""
-        if not self.block_auto_adjust_ff_dim:
-            return self.intermediate_size
-        inner = 2 * self.intermediate_size // 3
-        if self.block_ffn_dim_multiplier is None:
-            return inner
-        inner = int(self.block_ffn_dim_multiplier * inner)
-        return -(-inner // self.block_multiple_of) * self.block_multiple_of
+    def feed_forward(self, index: int) -> Dense:
+        """Inner sizes are two thirds of the key's, in whole multiples."""
+        inner = self.intermediate_size
+        if self.block_auto_adjust_ff_dim:
+            inner = 2 * inner // 3
+            if self.block_ffn_dim_multiplier is not None:
+                inner = int(self.block_ffn_dim_multiplier * inner)
+                inner = -(-inner // self.block_multiple_of) * self.block_multiple_of
+        return Dense(inner, self.hidden_act)
 
 
-class ConvLayer(base.Layer):
-    def __init__(self, args: ConvArgs, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        hidden, eps = args.hidden_size, args.rms_norm_eps
-        self.input_layernorm = AddRMSNorm(hidden, eps)
-        if args.convolves(index):
-            self.conv = ShortConv(hidden, args.conv_L_cache, args.conv_bias, mesh, local)
-        else:
-            self.self_attn = qwen3.Attention(args, mesh, index, local)
-        self.post_attention_layernorm = AddRMSNorm(hidden, eps)
-        self.mlp: nn.Module
+class Layer(llama.Layer):
+    def make_mixer(self, args: ConvArgs, mesh: Mesh, index: int, local: int) -> None:
+        of = args.hidden_size, args.conv_L_cache, args.conv_bias, mesh, local
+        self.conv = ShortConv(*of) if args.convolves(index) else None
+        if self.conv is None:
+            super().make_mixer(args, mesh, index, local)
 
-    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.input_layernorm(stream))
-        stream.add(self.conv(h, batch) if hasattr(self, "conv") else self.self_attn(h, cos_sin, batch))
-        yield (h := self.post_attention_layernorm(stream))
-        stream.add(self.mlp(h))
-
-
-class Layer(ConvLayer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        self.mlp = GatedMLP(args.hidden_size, args.inner, mesh, "silu")
+    def mix(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        return super().mix(h, cos_sin, batch) if self.conv is None else self.conv(h, batch)
 
 
 class Model(base.Model):

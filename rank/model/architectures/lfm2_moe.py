@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
-from .. import base
-from ..layers.mlp import GatedMLP
-from ..layers.moe import MoE
+from ..layers.feed_forward import Experts, FeedForward
 from . import lfm2
 
 CONFIG = {
@@ -28,22 +25,14 @@ class Args(lfm2.ConvArgs):
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
 
-    @property
-    def router(self) -> RouterParams:
-        return RouterParams(
+    def feed_forward(self, index: int) -> FeedForward:
+        if index < self.num_dense_layers:
+            return super().feed_forward(index)
+        params = RouterParams(
             self.num_experts_per_tok, "sigmoid", self.use_expert_bias, self.norm_topk_prob, self.routed_scaling_factor
         )
+        return Experts(self.moe_intermediate_size, self.num_experts, params, self.hidden_act)
 
 
-class Layer(lfm2.ConvLayer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        if index < args.num_dense_layers:
-            self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, "silu")
-        else:
-            self.mlp = MoE(args.hidden_size, args.moe_intermediate_size, args.num_experts, args.router, mesh)
-
-
-class Model(base.Model):
-    LAYER = Layer
+class Model(lfm2.Model):
     RENAMED = lfm2.Model.RENAMED | {".mlp.expert_bias": ".mlp.gate.e_score_correction_bias"}

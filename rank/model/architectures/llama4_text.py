@@ -3,21 +3,20 @@ without positions, and experts, one for each token and one that all visit, in al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ....comm.mesh import Mesh
-from ....kernels.attention.attention import AttentionParams
 from ....kernels.moe.router import RouterParams
-from ....kernels.rope.rope import CosSin, QKNorm
+from ....kernels.rope.rope import QKNorm
 from .. import base
 from ..base import Count
-from ..batch import Batch
 from ..cache_spec import PagedKV
 from ..config import FULL
 from ..experts.fused import ExpertLayout
 from ..layers.attention import PagedAttention, layer_type
+from ..layers.feed_forward import Dense, Experts, FeedForward
 from ..layers.mlp import GatedMLP
 from ..layers.moe import MoE
 from ..layers.norm import Ones
@@ -54,8 +53,8 @@ class Args(smollm3.Args):
         kind = layer_type(self.layer_types, index, CHUNKED if self.rotates(index) else FULL, (FULL, CHUNKED))
         return self.attention_chunk_size or 0 if kind == CHUNKED else 0
 
-    def attention_params(self, index: int) -> AttentionParams:
-        return AttentionParams(scale=self.head_dim**-0.5)
+    def window(self, index: int) -> int:
+        return 0
 
     def rope(self, index: int) -> Parameters:
         if self.rotates(index):
@@ -70,6 +69,12 @@ class Args(smollm3.Args):
             return index in self.moe_layers
         return (index + 1) % self.interleave_moe_layer_step == 0
 
+    def feed_forward(self, index: int) -> FeedForward:
+        if not self.sparse(index):
+            return Dense(self.intermediate_size_mlp, self.hidden_act)
+        params, layout = RouterParams(1, "sigmoid", normalise=False), ExpertLayout("eio")
+        return ScaledExperts(self.intermediate_size, self.num_local_experts, params, self.hidden_act, layout=layout)
+
 
 class Attention(llama.Attention):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
@@ -80,22 +85,20 @@ class Attention(llama.Attention):
 
     def cache_spec(self) -> PagedKV:
         chunk = self.attention.chunk
-        return super().cache_spec()._replace(window=chunk, chunked=chunk > 0)
+        return replace(super().cache_spec(), window=chunk, chunked=chunk > 0)
 
-    def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
-        """With a norm before the rotation: without a weight it is the same as behind it."""
-        q, k, v = self.qkv_proj.split(self.qkv_proj(h))
-        norms = None if self.norm is None else QKNorm(self.norm.weight, self.norm.weight, self.eps)
-        return self.o_proj(self.attention(h, q, k, v, cos_sin, batch, norms))
+    @property
+    def norms(self) -> QKNorm | None:
+        """Without a weight a norm before the rotation is the same as behind it."""
+        return None if self.norm is None else QKNorm(self.norm.weight, self.norm.weight, self.eps)
 
 
-class Experts(MoE):
+class ScaledMoE(MoE):
     """An expert of each token reads it times its weight, and one that all tokens visit reads it as it is."""
 
-    def __init__(self, args: Args, mesh: Mesh):
-        hidden, inner, params = args.hidden_size, args.intermediate_size, RouterParams(1, "sigmoid", normalise=False)
-        super().__init__(hidden, inner, args.num_local_experts, params, mesh, args.hidden_act, ExpertLayout("eio"))
-        self.shared_expert = GatedMLP(hidden, inner, mesh, args.hidden_act)
+    def __init__(self, hidden: int, of: Experts, mesh: Mesh):
+        super().__init__(hidden, of.inner, of.experts, of.router, mesh, of.act, of.layout)
+        self.shared_expert = GatedMLP(hidden, of.inner, mesh, of.act)
         self.ones = Ones(CAPTURED, 1, dtype=torch.float32)
 
     def forward(self, h: Normed) -> Partial:  # type: ignore[override]
@@ -106,15 +109,13 @@ class Experts(MoE):
         return self.experts(scaled, ids, ones) + self.shared_expert(x)
 
 
+class ScaledExperts(Experts):
+    def make(self, hidden: int, mesh: Mesh) -> ScaledMoE:
+        return ScaledMoE(hidden, self, mesh)
+
+
 class Layer(llama.Layer):
     ATTENTION = Attention
-
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        if args.sparse(index):
-            self.mlp = Experts(args, mesh)
-        else:
-            self.mlp = GatedMLP(args.hidden_size, args.intermediate_size_mlp, mesh, args.hidden_act)
 
 
 class Model(base.Model):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ....errors import MODEL, FatalError
 from .. import base
 from ..layers.mla import LatentSizes
-from . import deepseek_v2, granite, llama
+from . import deepseek_v2, llama
 
 # The part of a head that is rotated stands for the head where rotary embeddings are made.
 CONFIG = {"names": {"qk_rope_head_dim": "head_dim"}, "defaults": {"head_dim": 32}}
@@ -55,7 +55,7 @@ class Args(llama.Args):
     attention_params = deepseek_v2.Args.attention_params
 
 
-class Layer(granite.Layer):
+class Layer(llama.Layer):
     ATTENTION = deepseek_v2.Attention
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
 from .. import base
-from ..layers.moe import MoE
+from ..layers.feed_forward import Experts
 from ..layers.rope import Parameters
 from . import llama, mixtral, olmo2
 
@@ -39,15 +38,13 @@ class Args(llama.Args):
         part = {"partial_rotary_factor": self.rotary_dim / self.head_dim} if self.rotary_dim else {}
         return part | self.rope_parameters
 
+    def feed_forward(self, index: int) -> Experts:
+        params = RouterParams(self.num_experts_per_tok, "sigmoid", corrected=True)
+        return Experts(self.intermediate_size, self.num_local_experts, params, self.hidden_act)
+
 
 class Layer(llama.Layer):
     ATTENTION = olmo2.Attention
-
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        hidden, inner, experts = args.hidden_size, args.intermediate_size, args.num_local_experts
-        params = RouterParams(args.num_experts_per_tok, "sigmoid", corrected=True)
-        self.mlp = MoE(hidden, inner, experts, params, mesh, args.hidden_act)
 
 
 class Model(base.Model):

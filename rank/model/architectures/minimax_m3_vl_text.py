@@ -6,14 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import nn
-
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
 from ....kernels.activation.activation import CLAMPED_SWIGLU, LIMIT, SLOPE
 from ....kernels.attention.block_sparse import Blocks
 from ....kernels.moe.router import RouterParams
-from ....kernels.rope.rope import CosSin, QKNorm
+from ....kernels.rope.rope import CosSin
 from .. import base
 from ..base import Count
 from ..batch import Batch
@@ -21,11 +19,10 @@ from ..cache_spec import CacheSpec, Indexed, PagedLatent
 from ..config import FULL
 from ..layers.attention import layer_type
 from ..layers.block_sparse import BlockIndexer, BlockSparseAttention
-from ..layers.mlp import GatedMLP, limited
-from ..layers.moe import SharedMoE
-from ..layers.norm import AddRMSNorm
+from ..layers.feed_forward import Dense, Experts, FeedForward
+from ..layers.mlp import limited
 from ..layers.residual import Normed, Partial
-from . import glm4_moe_lite, llama, minimax_m2, qwen3
+from . import glm4_moe_lite, llama, minimax_m2
 
 SPARSE = "minimax_m3_sparse"
 CONFIG = {
@@ -97,22 +94,21 @@ class Args(llama.Args):
     def rotated(self) -> int:
         return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
 
-    @property
-    def activation(self) -> str:
-        return limited(CLAMPED_SWIGLU, self.swiglu_limit)
-
     def has_indexer(self, index: int) -> bool:
         """Whether a layer's attention chooses blocks."""
         usual = SPARSE if any(self.sparse_attention_freq[index : index + 1]) else FULL
         return layer_type(self.layer_types, index, usual, (FULL, SPARSE)) == SPARSE
 
-    def sparse(self, index: int) -> bool:
-        """Whether a layer has experts."""
+    def feed_forward(self, index: int) -> FeedForward:
         usual = not self.moe_layer_freq or any(self.moe_layer_freq[index : index + 1])
-        return glm4_moe_lite.sparse(self.mlp_layer_types, index, usual)
+        act, scale = limited(CLAMPED_SWIGLU, self.swiglu_limit), self.routed_scaling_factor
+        if not glm4_moe_lite.sparse(self.mlp_layer_types, index, usual):
+            return Dense(self.dense_intermediate_size, act)
+        params = RouterParams(self.num_experts_per_tok, "sigmoid", corrected=True, scale=scale)
+        return Experts(self.intermediate_size, self.num_local_experts, params, act, self.shared_intermediate_size)
 
 
-class Attention(qwen3.Attention):
+class Attention(llama.NormedAttention):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
         self.indexer = None
@@ -141,27 +137,12 @@ class Attention(qwen3.Attention):
             return super().forward(h, cos_sin, batch)
         assert isinstance(self.attention, BlockSparseAttention)
         q, k, v = self.qkv_proj.split(self.qkv_proj(h))
-        norms = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         index_q = self.indexer(h, cos_sin, batch.slots, self.attention.index_cache(batch))
-        return self.o_proj(self.attention.attend_blocks(h, q, k, v, cos_sin, batch, norms, index_q))
+        return self.o_proj(self.attention.attend_blocks(h, q, k, v, cos_sin, batch, self.norms, index_q))
 
 
 class Layer(llama.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        base.Layer.__init__(self, args, mesh, index, local)
-        hidden, act = args.hidden_size, args.activation
-        self.input_layernorm = AddRMSNorm(hidden, args.rms_norm_eps, args.norm_offset)
-        self.self_attn = Attention(args, mesh, index, local)
-        self.post_attention_layernorm = AddRMSNorm(hidden, args.rms_norm_eps, args.norm_offset)
-        self.mlp: nn.Module
-        if args.sparse(index):
-            inner, shared, experts = args.intermediate_size, args.shared_intermediate_size, args.num_local_experts
-            params = RouterParams(
-                args.num_experts_per_tok, "sigmoid", corrected=True, scale=args.routed_scaling_factor
-            )  # fmt: skip
-            self.mlp = SharedMoE(hidden, inner, shared, experts, params, mesh, act)
-        else:
-            self.mlp = GatedMLP(hidden, args.dense_intermediate_size, mesh, act)
+    ATTENTION = Attention
 
 
 class Model(base.Model):

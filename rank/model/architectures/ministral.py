@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ....kernels.attention.attention import AttentionParams
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
 from . import llama, mistral
@@ -17,9 +16,8 @@ class Args(mistral.Args):
     def layer_type(self, index: int) -> str:
         return layer_type(self.layer_types, index, SLIDING if self.sliding_window else FULL)
 
-    def attention_params(self, index: int) -> AttentionParams:
-        slides = self.layer_type(index) == SLIDING
-        return AttentionParams(scale=self.head_dim**-0.5, window=(self.sliding_window or 0) if slides else 0)
+    def window(self, index: int) -> int:
+        return super().window(index) if self.layer_type(index) == SLIDING else 0
 
 
 Model = llama.Model

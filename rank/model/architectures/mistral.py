@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....kernels.attention.attention import AttentionParams
 from ..base import Count
 from . import llama
 
@@ -13,8 +12,8 @@ from . import llama
 class Args(llama.Args):
     sliding_window: Count | None = 4096
 
-    def attention_params(self, index: int) -> AttentionParams:
-        return AttentionParams(scale=self.head_dim**-0.5, window=self.sliding_window or 0)
+    def window(self, index: int) -> int:
+        return self.sliding_window or 0
 
 
 Model = llama.Model

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
-from .. import base
 from ..base import Count
-from ..layers.moe import MoE
+from ..layers.feed_forward import Experts
 from . import llama, mistral
 
 CONFIG = {"defaults": {"rope_theta": 1000000.0}}
@@ -21,14 +19,10 @@ class Args(mistral.Args):
     sliding_window: Count | None = None
     rms_norm_eps: float = 1e-5
 
-
-class Layer(llama.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        hidden, inner, params = args.hidden_size, args.intermediate_size, RouterParams(args.num_experts_per_tok)
-        self.mlp = MoE(hidden, inner, args.num_local_experts, params, mesh, args.hidden_act)
+    def feed_forward(self, index: int) -> Experts:
+        params = RouterParams(self.num_experts_per_tok)
+        return Experts(self.intermediate_size, self.num_local_experts, params, self.hidden_act)
 
 
-class Model(base.Model):
-    LAYER = Layer
+class Model(llama.Model):
     RENAMED = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}

@@ -114,7 +114,7 @@ class Region(nn.Module):
         return torch.where((heads == 0) | ends, ids, found)
 
 
-class Decoder(phi.Decoder):
+class Decoder(base.Decoder):
     def __init__(self, args: Any, mesh: Mesh, layer: type[base.Layer]):
         super().__init__(args, mesh, layer)
         rules = cast(Rules | None, args.rules)  # None: images are not taken

@@ -10,7 +10,6 @@ from ....kernels.rope.rope import CosSin
 from .. import base
 from ..base import Divisor
 from ..batch import Batch
-from ..layers.mlp import GatedMLP
 from ..layers.norm import AddLayerNorm, LayerNorm
 from ..layers.residual import Normed, Partial
 from . import llama
@@ -42,15 +41,13 @@ class Norm(AddLayerNorm):
     fields = ()
 
 
-class Layer(base.Layer):
+class Layer(llama.Layer):
+    ATTENTION = Attention
+
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
         self.input_layernorm = Norm(args.hidden_size, EPS, bias=False, offset=1.0)
-        self.self_attn = Attention(args, mesh, index, local)
         self.post_attention_layernorm = Norm(args.hidden_size, EPS, bias=False, offset=1.0)
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act)
-
-    forward = llama.Layer.forward
 
 
 class Decoder(base.Decoder):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
 from .. import base
-from ..layers.moe import MoE
+from ..layers.feed_forward import Experts
 from . import llama, olmo2
 
 
@@ -17,14 +16,13 @@ class Args(olmo2.Args):
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = False
 
+    def feed_forward(self, index: int) -> Experts:
+        params = RouterParams(self.num_experts_per_tok, normalise=self.norm_topk_prob)
+        return Experts(self.intermediate_size, self.num_experts, params, self.hidden_act)
+
 
 class Layer(llama.Layer):
     ATTENTION = olmo2.Attention
-
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        params = RouterParams(args.num_experts_per_tok, normalise=args.norm_topk_prob)
-        self.mlp = MoE(args.hidden_size, args.intermediate_size, args.num_experts, params, mesh, args.hidden_act)
 
 
 class Model(base.Model):

@@ -10,8 +10,8 @@ from torch import nn
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
 from .. import base
+from ..layers.feed_forward import Dense
 from ..layers.linear import ColumnParallel, RowParallel
-from ..layers.norm import AddLayerNorm
 from ..layers.residual import Normed, Partial
 from ..layers.rope import NONE, Parameters
 from ..shard import even, whole
@@ -20,7 +20,6 @@ from . import gpt_bigcode, llama
 
 CONFIG = {"names": {"ffn_dim": "intermediate_size", "activation_function": "hidden_act"}}
 OFFSET = 2  # rows of the positions' table before that of the first token
-EPS = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,8 @@ class Args(llama.Args):
     word_embed_proj_dim: int | None = None
     tie_word_embeddings: bool = True
 
-    layer_norm_eps: ClassVar[float] = EPS
+    layer_norms: ClassVar[bool] = True
+    layer_norm_eps: ClassVar[float] = 1e-5
 
     def __post_init__(self) -> None:
         base.expect("hidden_act", self.hidden_act, "relu")
@@ -56,27 +56,24 @@ class Args(llama.Args):
     def rope(self, index: int) -> Parameters:
         return NONE
 
+    def feed_forward(self, index: int) -> ReluDense:
+        return ReluDense(self.intermediate_size, self.hidden_act, self.enable_bias)
+
 
 class ReluMLP(nn.Module):
-    def __init__(self, args: Args, mesh: Mesh):
+    def __init__(self, hidden: int, inner: int, bias: bool, mesh: Mesh):
         super().__init__()
-        hidden, inner, group = args.hidden_size, args.intermediate_size, mesh.tensor
-        self.up_proj = ColumnParallel(whole(hidden), (even(inner, group.rank, group.size),), args.enable_bias)
-        self.down_proj = RowParallel(inner, hidden, mesh, args.enable_bias)
+        outputs = even(inner, mesh.tensor.rank, mesh.tensor.size)
+        self.up_proj = ColumnParallel(whole(hidden), (outputs,), bias)
+        self.down_proj = RowParallel(inner, hidden, mesh, bias)
 
     def forward(self, h: Normed) -> Partial:
         return self.down_proj(self.up_proj(h).relu_())
 
 
-class Layer(base.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        self.input_layernorm = AddLayerNorm(args.hidden_size, EPS)
-        self.self_attn = llama.Attention(args, mesh, index, local)
-        self.post_attention_layernorm = AddLayerNorm(args.hidden_size, EPS)
-        self.mlp = ReluMLP(args, mesh)
-
-    forward = llama.Layer.forward
+class ReluDense(Dense):
+    def make(self, hidden: int, mesh: Mesh) -> ReluMLP:
+        return ReluMLP(hidden, self.inner, self.bias, mesh)
 
 
 class Decoder(gpt_bigcode.Decoder):
@@ -87,8 +84,8 @@ class Decoder(gpt_bigcode.Decoder):
             self.embed_positions.sources = (Source("model.embed_positions", OFFSET, rows + OFFSET),)
 
 
-class Model(base.Model):
-    LAYER, DECODER = Layer, Decoder
+class Model(llama.Model):
+    DECODER = Decoder
     RENAMED = {
         "model.decoder.": "model.", "model.final_layer_norm.": "model.norm.",
         ".self_attn_layer_norm.": ".input_layernorm.", ".final_layer_norm.": ".post_attention_layernorm.",

@@ -6,9 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ....comm.mesh import Mesh
 from .. import base
-from ..layers.mlp import GatedMLP
+from ..layers.feed_forward import Dense
 from . import llama
 
 CONFIG = {
@@ -32,15 +31,11 @@ class Args(llama.Args):
         base.expect("no_bias", self.no_bias, True)
         base.expect("scale_attn_weights", self.scale_attn_weights, True)
 
-
-class Layer(llama.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size // 2, mesh, args.hidden_act)  # of gate and up
+    def feed_forward(self, index: int) -> Dense:
+        return Dense(self.intermediate_size // 2, self.hidden_act)  # of gate and up
 
 
-class Model(base.Model):
-    LAYER = Layer
+class Model(llama.Model):
     RENAMED = {
         "transformer.wte.": "model.embed_tokens.", "transformer.ln_f.": "model.norm.",
         "transformer.h.": "model.layers.", ".ln_1.": ".input_layernorm.", ".ln_2.": ".post_attention_layernorm.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ....kernels.attention.attention import AttentionParams
 from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
@@ -20,7 +19,7 @@ class Args(llama.Args):
 
     def __post_init__(self) -> None:
         for index in range(self.num_hidden_layers):
-            self._window(index)  # so that all ranks refuse a wrong type, whichever stage has the layer
+            self.window(index)  # so that all ranks refuse a wrong type, whichever stage has the layer
 
     @property
     def qkv_bias(self) -> bool:
@@ -30,11 +29,7 @@ class Args(llama.Args):
     def o_bias(self) -> bool:
         return False
 
-    def attention_params(self, index: int) -> AttentionParams:
-        return AttentionParams(scale=self.head_dim**-0.5, window=self._window(index))
-
-    def _window(self, index: int) -> int:
-        """A layer's sliding window in tokens; 0: none."""
+    def window(self, index: int) -> int:
         if not self.use_sliding_window or self.sliding_window is None:
             return 0
         return self.sliding_window if self.layer_type(index) == SLIDING else 0

@@ -4,17 +4,16 @@ visit."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
 from ....comm.mesh import Mesh
 from ....kernels.activation.activation import scale_by_gate, scale_by_sigmoid
 from ....kernels.moe.router import RouterParams
-from .. import base
 from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
+from ..layers.feed_forward import Experts, FeedForward
 from ..layers.linear import ColumnParallel
 from ..layers.mlp import GatedMLP
 from ..layers.moe import MoE
@@ -24,7 +23,7 @@ from . import llama, qwen2
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertArgs:
+class ExpertArgs(llama.Args):
     """Which layers have experts, and which."""
 
     num_experts: int = 0
@@ -47,10 +46,25 @@ class ExpertArgs:
         """Whether a layer has experts."""
         return self.experts > 0 and index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
+    def feed_forward(self, index: int) -> FeedForward:
+        if not self.sparse(index):
+            return super().feed_forward(index)
+        return Experts(self.moe_intermediate_size, self.experts, self.router, self.hidden_act)
+
+
+class WeightedExperts(Experts):
+    def make(self, hidden: int, mesh: Mesh) -> SharedMoE:
+        return SharedMoE(hidden, self, mesh)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertArgs(ExpertArgs):
     shared_expert_intermediate_size: int
+
+    def feed_forward(self, index: int) -> FeedForward:
+        made = super().feed_forward(index)
+        shared = self.shared_expert_intermediate_size
+        return WeightedExperts(*made._replace(shared=shared)) if isinstance(made, Experts) else made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,30 +77,12 @@ class Args(SharedExpertArgs, qwen2.Args):
         return layer_type(self.layer_types, index, SLIDING if slides else FULL)
 
 
-class SharedMoEArgs(Protocol):
-    """The arguments that SharedMoE reads."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def moe_intermediate_size(self) -> int: ...
-    @property
-    def shared_expert_intermediate_size(self) -> int: ...
-    @property
-    def experts(self) -> int: ...
-    @property
-    def router(self) -> RouterParams: ...
-    @property
-    def hidden_act(self) -> str: ...
-
-
 class SharedMoE(MoE):
     """With an expert that all tokens visit, weighted by a sigmoid of its own."""
 
-    def __init__(self, args: SharedMoEArgs, mesh: Mesh):
-        hidden, inner, act = args.hidden_size, args.moe_intermediate_size, args.hidden_act
-        super().__init__(hidden, inner, args.experts, args.router, mesh, act)
-        self.shared_expert = GatedMLP(hidden, args.shared_expert_intermediate_size, mesh, act)
+    def __init__(self, hidden: int, of: Experts, mesh: Mesh):
+        super().__init__(hidden, of.inner, of.experts, of.router, mesh, of.act)
+        self.shared_expert = GatedMLP(hidden, of.shared, mesh, of.act)
         self.shared_expert_gate = ColumnParallel(whole(hidden), (whole(1),), bias=False)
 
     def forward(self, h: Normed | Tensor) -> Partial:
@@ -97,12 +93,4 @@ class SharedMoE(MoE):
         return super().forward(x) + self.shared_expert.down_proj(inner)
 
 
-class Layer(llama.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        if args.sparse(index):
-            self.mlp = SharedMoE(args, mesh)
-
-
-class Model(base.Model):
-    LAYER = Layer
+Model = llama.Model

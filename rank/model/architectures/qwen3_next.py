@@ -3,15 +3,12 @@ al. 2025, arXiv 2505.06708), and experts, one of which all tokens visit."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import nn
-
 from ....comm.mesh import Mesh
 from ....kernels.activation.activation import sigmoid_gate
-from ....kernels.rope.rope import CosSin, QKNorm
+from ....kernels.rope.rope import CosSin
 from .. import base
 from ..base import Count
 from ..batch import Batch
@@ -19,11 +16,9 @@ from ..config import FULL, LINEAR
 from ..layers.attention import layer_type
 from ..layers.gated_delta_net import DeltaNetShape, GatedDeltaNet, GroupedDeltaNet
 from ..layers.linear import QKVParallel
-from ..layers.mlp import GatedMLP
-from ..layers.norm import AddRMSNorm
-from ..layers.residual import Normed, Partial, ResidualStream
-from . import llama, qwen3
-from .qwen2_moe import SharedExpertArgs, SharedMoE
+from ..layers.residual import Normed, Partial
+from . import llama
+from .qwen2_moe import SharedExpertArgs
 
 CONFIG = {"defaults": {"head_dim": 256, "partial_rotary_factor": 0.25}}
 
@@ -52,10 +47,6 @@ class HybridArgs(llama.Args):
         usual = LINEAR if (index + 1) % self.full_attention_interval else FULL
         return layer_type(self.layer_types, index, usual, (FULL, LINEAR)) == LINEAR
 
-    def sparse(self, index: int) -> bool:
-        """Whether a layer has experts."""
-        return False
-
     @property
     def draft_layer(self) -> int:
         """Layers that predict further tokens have full attention, of which there may be none next to them."""
@@ -75,7 +66,7 @@ class Args(SharedExpertArgs, HybridArgs):
     norm_topk_prob: bool = True
 
 
-class Attention(qwen3.Attention):
+class Attention(llama.NormedAttention):
     """The query's linear has a gate after each head's query; the gate's sigmoid scales what the head reads."""
 
     def __init__(self, args: HybridArgs, mesh: Mesh, index: int, local: int):
@@ -87,37 +78,22 @@ class Attention(qwen3.Attention):
 
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
         q, gate, k, v = self.qkv_proj.split_gated(self.qkv_proj(h))
-        norms = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        out = self.attention(h, q, k, v, cos_sin, batch, norms)
+        out = self.attention(h, q, k, v, cos_sin, batch, self.norms)
         return self.o_proj(sigmoid_gate(out, batch.rows_like(out, gate)))
 
 
-class Layer(base.Layer):
+class Layer(llama.Layer):
+    ATTENTION = Attention
     DELTA_NET: type[GatedDeltaNet] = GroupedDeltaNet
 
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        hidden, eps = args.hidden_size, args.rms_norm_eps
-        self.input_layernorm = AddRMSNorm(hidden, eps, args.norm_offset)
-        if args.linear(index):
-            self.linear_attn = self.DELTA_NET(hidden, args.delta_net, eps, mesh, local)
-        else:
-            self.self_attn = Attention(args, mesh, index, local)
-        self.post_attention_layernorm = AddRMSNorm(hidden, eps, args.norm_offset)
-        self.mlp: nn.Module
-        if args.sparse(index):
-            self.mlp = SharedMoE(args, mesh)
-        else:
-            self.mlp = GatedMLP(hidden, args.intermediate_size, mesh, args.hidden_act)
+    def make_mixer(self, args: HybridArgs, mesh: Mesh, index: int, local: int) -> None:
+        of = args.hidden_size, args.delta_net, args.rms_norm_eps, mesh, local
+        self.linear_attn = self.DELTA_NET(*of) if args.linear(index) else None
+        if self.linear_attn is None:
+            super().make_mixer(args, mesh, index, local)
 
-    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.input_layernorm(stream))
-        if hasattr(self, "linear_attn"):
-            stream.add(self.linear_attn(h, batch))
-        else:
-            stream.add(self.self_attn(h, cos_sin, batch))
-        yield (h := self.post_attention_layernorm(stream))
-        stream.add(self.mlp(h))
+    def mix(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        return super().mix(h, cos_sin, batch) if self.linear_attn is None else self.linear_attn(h, batch)
 
 
 class Model(base.Model):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .. import base
 from ..formats._stacks import ExpertLayout
+from ..layers.feed_forward import Experts, FeedForward
 from . import qwen3_5, qwen3_moe
 
 CONFIG = {"text_type": "qwen3_vl_moe_text", "defaults": {"rope_theta": 500000.0}}
@@ -15,12 +16,11 @@ CONFIG = {"text_type": "qwen3_vl_moe_text", "defaults": {"rope_theta": 500000.0}
 class Args(base.SeeingArgs, qwen3_moe.Args):
     norm_topk_prob: bool = True
 
-
-class Layer(qwen3_moe.Layer):
-    LAYOUT = ExpertLayout("eio")
+    def feed_forward(self, index: int) -> FeedForward:
+        made = super().feed_forward(index)
+        return made._replace(layout=ExpertLayout("eio")) if isinstance(made, Experts) else made
 
 
 class Model(base.SeeingModel, qwen3_moe.Model):
-    LAYER = Layer
     PREFIXES, TOWER = qwen3_5.Model.PREFIXES, qwen3_5.Model.TOWER
     image_positions = staticmethod(qwen3_5.Model.image_positions)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ....errors import MODEL, FatalError
-from ....kernels.attention.attention import AttentionParams
 from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
@@ -41,10 +40,9 @@ class Args(llama.Args):
     def rope(self, index: int) -> Parameters:
         return self.rope_parameters if self.rotates(index) else NONE
 
-    def attention_params(self, index: int) -> AttentionParams:
-        window = self.sliding_window or 0 if self.use_sliding_window else 0
+    def window(self, index: int) -> int:
         kind = layer_type(self.layer_types, index, FULL if self.rotates(index) else SLIDING)
-        return AttentionParams(scale=self.head_dim**-0.5, window=window if kind == SLIDING else 0)
+        return self.sliding_window or 0 if self.use_sliding_window and kind == SLIDING else 0
 
 
 Model = llama.Model

@@ -3,7 +3,6 @@ of each head rotated; the 12B has parallel blocks and a norm for each head's que
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,12 +14,11 @@ from ....kernels.norm.norm import layer_norm
 from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
-from ..layers.mlp import GatedMLP
-from ..layers.norm import AddLayerNorm, LayerNorm
-from ..layers.residual import Normed, Partial, ResidualStream
+from ..layers.norm import LayerNorm
+from ..layers.residual import Normed, Partial
 from ..shard import Shard, even, key_heads, whole
 from ..weights.slicing import Source
-from . import llama, phi
+from . import llama
 
 CONFIG = {"defaults": {"partial_rotary_factor": 0.25}}
 
@@ -28,6 +26,7 @@ CONFIG = {"defaults": {"partial_rotary_factor": 0.25}}
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
     o_bias: ClassVar[bool] = False
+    layer_norms: ClassVar[bool] = True
 
     layer_norm_eps: float = 1e-5
     use_qkv_bias: bool = False
@@ -45,6 +44,10 @@ class Args(llama.Args):
     @property
     def qkv_bias(self) -> bool:
         return self.use_qkv_bias
+
+    @property
+    def parallel(self) -> bool:
+        return self.use_parallel_residual
 
 
 class HeadLayerNorms(LayerNorm):
@@ -81,24 +84,9 @@ class Attention(llama.Attention):
         return self.o_proj(self.attention(h, q, k, v, cos_sin, batch))
 
 
-class Layer(base.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        size, eps = args.hidden_size, args.layer_norm_eps
-        self.input_layernorm = AddLayerNorm(size, eps)
-        self.self_attn = Attention(args, mesh, index, local)
-        self.post_attention_layernorm = None if args.use_parallel_residual else AddLayerNorm(size, eps)
-        self.mlp = GatedMLP(size, args.intermediate_size, mesh, args.hidden_act)
-
-    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
-        yield (h := self.input_layernorm(stream))
-        if self.post_attention_layernorm is None:
-            stream.add(self.self_attn(h, cos_sin, batch) + self.mlp(h))
-        else:
-            stream.add(self.self_attn(h, cos_sin, batch))
-            yield (h := self.post_attention_layernorm(stream))
-            stream.add(self.mlp(h))
+class Layer(llama.Layer):
+    ATTENTION = Attention
 
 
 class Model(base.Model):
-    LAYER, DECODER = Layer, phi.Decoder
+    LAYER = Layer

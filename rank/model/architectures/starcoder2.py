@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ....comm.mesh import Mesh
-from .. import base
 from ..base import Count
-from ..layers.mlp import MLP
-from ..layers.norm import AddLayerNorm
-from . import llama, mistral, phi
+from ..layers.feed_forward import Dense
+from . import llama, mistral
 
 CONFIG = {"names": {"norm_epsilon": "layer_norm_eps", "use_bias": "attention_bias"}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(mistral.Args):
+    layer_norms: ClassVar[bool] = True
+
     sliding_window: Count | None = None
     hidden_act: str = "gelu_pytorch_tanh"
     layer_norm_eps: float = 1e-5
     attention_bias: bool = True
     tie_word_embeddings: bool = True
 
-
-class Layer(base.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
-        super().__init__(args, mesh, index, local)
-        self.input_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps)
-        self.self_attn = llama.Attention(args, mesh, index, local)
-        self.post_attention_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps)
-        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act, args.attention_bias)
-
-    forward = llama.Layer.forward
+    def feed_forward(self, index: int) -> Dense:
+        return Dense(self.intermediate_size, self.hidden_act, self.attention_bias, gated=False)
 
 
-class Model(base.Model):
-    LAYER, DECODER = Layer, phi.Decoder
-    MERGED = base.Model.MERGED | {"up_proj": ("c_fc",), "down_proj": ("c_proj",)}
+class Model(llama.Model):
+    MERGED = llama.Model.MERGED | {"up_proj": ("c_fc",), "down_proj": ("c_proj",)}

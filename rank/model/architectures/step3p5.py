@@ -11,18 +11,19 @@ from ....errors import MODEL, USAGE, FatalError
 from ....kernels.activation.activation import SILU_CLAMPED
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.moe.router import RouterParams
-from ....kernels.rope.rope import CosSin, QKNorm
+from ....kernels.rope.rope import CosSin
 from .. import base
 from ..base import Count, Divisor
 from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..layers.attention import HeadGates, layer_type
+from ..layers.feed_forward import Dense, Experts, FeedForward
 from ..layers.linear import QKVParallel, RowParallel
-from ..layers.mlp import GatedMLP, limited
-from ..layers.moe import SharedMoE
+from ..layers.mlp import limited
+from ..layers.moe import MoE
 from ..layers.residual import Normed, Partial
 from ..layers.rope import Parameters
-from . import glm4_moe_lite, llama, qwen3
+from . import glm4_moe_lite, llama, ministral
 
 CONFIG = {
     "names": {
@@ -37,9 +38,8 @@ CONFIG = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(llama.Args):
+class Args(ministral.Args):
     rms_norm_eps: float = 1e-5
-    layer_types: list[str] = field(default_factory=list)
     sliding_window: Count | None = None
     num_sliding_attention_heads: int = 0  # 0: as many as in other layers
     query_pre_attn_scalar: Divisor = 0.0  # 0: head_dim
@@ -75,8 +75,7 @@ class Args(llama.Args):
         return self.num_sliding_attention_heads if sliding else self.num_attention_heads
 
     def attention_params(self, index: int) -> AttentionParams:
-        window = self.sliding_window if self.layer_type(index) == SLIDING else None
-        return AttentionParams(self.query_pre_attn_scalar**-0.5, window or 0)
+        return AttentionParams(self.query_pre_attn_scalar**-0.5, self.window(index))
 
     def rope(self, index: int) -> Parameters:
         found = self.rope_parameters[self.layer_type(index)]
@@ -95,6 +94,14 @@ class Args(llama.Args):
             raise FatalError(f"config.json: moe_layers_enum is {listed!r}, expected numbers of layers", MODEL) from None
         return glm4_moe_lite.sparse(self.mlp_layer_types, index, index in numbers if listed else index >= 3)
 
+    def feed_forward(self, index: int) -> FeedForward:
+        act = self.activation("swiglu_limits_shared", index)
+        if not self.sparse(index):
+            return Dense(self.intermediate_size, act, self.mlp_bias)
+        scale = self.moe_router_scaling_factor
+        params = RouterParams(self.num_experts_per_tok, "sigmoid", corrected=True, scale=scale)
+        return Experts(self.moe_intermediate_size, self.n_routed_experts, params, act, self.share_expert_dim)
+
     def activation(self, key: str, index: int) -> str:
         """The activation of a layer, by a list of limits."""
         limit = self._of_layer(key, index, zero=True) if getattr(self, key) else 0.0
@@ -109,7 +116,7 @@ class Args(llama.Args):
         return float(entry)
 
 
-class Attention(qwen3.Attention):
+class Attention(llama.NormedAttention):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
         hidden, heads, dim, ranks = args.hidden_size, args.heads(index), args.head_dim, mesh.tensor.size
@@ -127,8 +134,7 @@ class Attention(qwen3.Attention):
 
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
         q, k, v = self.qkv_proj.split(self.qkv_proj(h))
-        norms = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        read = self.g_proj.around(h, batch, lambda: self.attention(h, q, k, v, cos_sin, batch, norms))
+        read = self.g_proj.around(h, batch, lambda: self.attention(h, q, k, v, cos_sin, batch, self.norms))
         return self.o_proj(read)
 
 
@@ -137,15 +143,8 @@ class Layer(llama.Layer):
 
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        hidden, inner, shared = args.hidden_size, args.moe_intermediate_size, args.share_expert_dim
-        act = args.activation("swiglu_limits_shared", index)
-        if not args.sparse(index):
-            self.mlp = GatedMLP(hidden, args.intermediate_size, mesh, act, args.mlp_bias)
-            return
-        scale = args.moe_router_scaling_factor
-        params = RouterParams(args.num_experts_per_tok, "sigmoid", corrected=True, scale=scale)
-        self.mlp = SharedMoE(hidden, inner, shared, args.n_routed_experts, params, mesh, act)
-        self.mlp.experts.activation = args.activation("swiglu_limits", index)
+        if isinstance(self.mlp, MoE):  # routed experts have limits of their own
+            self.mlp.experts.activation = args.activation("swiglu_limits", index)
 
 
 class Model(base.Model):

@@ -5,6 +5,8 @@ RMS norm: Zhang and Sennrich 2019, arXiv 1910.07467. Layer norm: Ba, Kiros and H
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -111,3 +113,15 @@ class AddLayerNorm(LayerNorm):
 
     def forward(self, stream: ResidualStream) -> Normed:  # type: ignore[override]
         return Normed(self, stream)
+
+
+def norm(args: Any, rms: type[RMSNorm] = RMSNorm, layer: type[LayerNorm] = LayerNorm) -> RMSNorm | LayerNorm:
+    """A norm of the hidden state, as a model's Args say."""
+    if args.layer_norms:
+        return layer(args.hidden_size, args.layer_norm_eps, args.norm_bias, args.norm_offset)
+    return rms(args.hidden_size, args.rms_norm_eps, args.norm_offset)
+
+
+def add_norm(args: Any) -> RMSNorm | LayerNorm:
+    """The norm before a sublayer, as a model's Args say."""
+    return norm(args, AddRMSNorm, AddLayerNorm)

@@ -76,6 +76,8 @@ class Partial:
         return Partial(*self.terms, *other.terms, scale=self.scale)
 
     def __mul__(self, scale: float) -> Partial:
+        if scale == 1.0:
+            return self
         assert self._local is None
         return Partial(*self.terms, scale=self.scale * scale)
 
