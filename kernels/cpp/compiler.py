@@ -37,7 +37,8 @@ SOURCES = {path.stem: path for path in sorted(HERE.parent.glob("*/*.cpp"))}
 HEADERS = {path.name: path for path in sorted(HERE.glob("*.h"))}
 
 # From the best, by processors. What /proc/cpuinfo must list, and what the compiler gets as flags. `generic` is what
-# every such processor has; on aarch64 that is NEON. Grace has SVE2, too, but no wider vectors by it.
+# every such processor has; on aarch64 that is NEON. Grace has SVE2, too, but no wider vectors by it. sve256 and sve512
+# are for vectors of just so many bits.
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_FLAGS = ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512))
 _DOTPROD = ("atomics", "asimdrdm", "asimddp")
@@ -57,6 +58,10 @@ X86_64: Isas = {
     "generic": ((), ()),
 }
 AARCH64: Isas = {
+    f"sve{bits}{name}": (("sve", f"sve{bits}", *needed), (f"-march=armv8.2-a+sve{flags}", f"-msve-vector-bits={bits}"))
+    for bits in (512, 256)
+    for name, needed, flags in (("_bf16", ("svei8mm", "svebf16"), "+i8mm+bf16"), ("", (), ""))
+} | {
     "neon_bf16": ((*_DOTPROD, "i8mm", "bf16"), ("-march=armv8.2-a+dotprod+i8mm+bf16",)),
     "neon_dotprod": (_DOTPROD, ("-march=armv8.2-a+dotprod",)),
     "generic": ((), ()),
@@ -71,6 +76,7 @@ COMPILE_SECONDS = 300
 LOG_EVERY = 5.0  # seconds: the log counts up
 ERROR_LINES = 8  # of a compiler's message that are shown
 _ARCH_PRCTL = 158  # the system call's number on x86-64
+_PR_SVE_GET_VL = 51  # of sys/prctl.h
 _CHECKSUM = 32  # bytes behind the library
 
 
@@ -104,8 +110,14 @@ def _cpu_flags() -> frozenset[str]:
     with contextlib.suppress(OSError):
         for line in CPUINFO.read_text().splitlines():
             if line.startswith(("flags", "Features")):
-                return frozenset(line.split())
+                return frozenset(line.split()) | {f"sve{_sve_bits()}"}
     return frozenset()
+
+
+def _sve_bits() -> int:
+    """The length of this process's SVE vectors, of which processors may have several; 0 without SVE."""
+    found = ctypes.CDLL(None).prctl(_PR_SVE_GET_VL, 0, 0, 0, 0)  # bytes, and flags above
+    return 8 * (found & 0xFFFF) if found > 0 else 0
 
 
 def _sysctl(name: str) -> int:
@@ -233,7 +245,10 @@ def compile_text(text: str, isa: str, name: str) -> bytes:
         with tempfile.TemporaryDirectory(dir=kernel_cache.cache_folder()) as made:
             given, out = Path(made, f"{name}.cpp"), Path(made, f"{name}.so")
             given.write_text(text)
-            line = [*command, *FLAGS, *ISAS[isa][1], str(given), "-o", str(out), "-lpthread"]
+            flags = [*FLAGS, *ISAS[isa][1]]
+            if "ziglang" in command:  # it knows processors, but no -march
+                flags = [flag.replace("-march=armv8.2-a", "-mcpu=generic") for flag in flags]
+            line = [*command, *flags, str(given), "-o", str(out), "-lpthread"]
             # Zig keeps its parts in the home directory, which may be another node's too, or not writable.
             kept = str(kernel_cache.cache_folder() / "zig")
             environ = os.environ | {"ZIG_GLOBAL_CACHE_DIR": kept, "ZIG_LOCAL_CACHE_DIR": made}

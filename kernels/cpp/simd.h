@@ -1,8 +1,10 @@
 // Vectors of floats as wide as the instruction set's registers, and elements in memory as f32, bf16 or f16.
 //
 // Arithmetic is the compilers' own vector types (GCC and Clang), so that it is written once for every instruction set;
-// what they have no word for is intrinsics of x86 and of NEON, and plain loops elsewhere: no other file has any. A loop
-// of LANES elements a turn ends with one part of a vector: load(p, count) reads no byte behind it.
+// what they have no word for is intrinsics of x86, NEON and SVE, and plain loops elsewhere: no other file has any. A
+// loop of LANES elements a turn ends with one part of a vector: load(p, count) reads no byte behind it.
+//
+// SVE is compiled for one length of its vectors. Those of 128 bits are NEON's.
 
 #include <stdint.h>
 #include <string.h>
@@ -15,6 +17,10 @@
 #pragma GCC diagnostic pop
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#if __ARM_FEATURE_SVE_BITS > 128
+#define SVE 1
+#include <arm_sve.h>
+#endif
 #endif
 
 #if defined(__AVX512F__)
@@ -23,6 +29,9 @@ constexpr bool MANY_REGISTERS = true;  // 32, else 16
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
 constexpr bool MANY_REGISTERS = false;
+#elif defined(SVE)
+constexpr int LANES = __ARM_FEATURE_SVE_BITS / 32;
+constexpr bool MANY_REGISTERS = true;
 #elif defined(__aarch64__)
 constexpr int LANES = 4;
 constexpr bool MANY_REGISTERS = true;
@@ -32,12 +41,12 @@ constexpr bool MANY_REGISTERS = false;
 #endif
 
 // Dot products that only some instruction sets have: of bytes by fours, else of bytes and of 16 bits by pairs; of bf16.
-#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD) || defined(SVE)
 #define DOT_FOURS 1
 #elif defined(__AVX2__)
 #define DOT_PAIRS 1
 #endif
-#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(__aarch64__) && defined(DOT_FOURS) && !defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int32_t FOURS_LESS = 128;  // both factors are signed
 #else
 constexpr int32_t FOURS_LESS = 0;
@@ -61,6 +70,10 @@ typedef uint16_t Shorts __attribute__((vector_size(LANES * 2), may_alias));
 typedef Vec VecAnywhere __attribute__((aligned(4)));  // at any element's address
 typedef Shorts ShortsAnywhere __attribute__((aligned(2)));
 typedef Ints IntsAnywhere __attribute__((aligned(1)));
+#if defined(SVE)
+#define ALL_LANES svptrue_b32()  // every lane of 32 bits
+INLINE Vec widen_halves(Ints x) { return (Vec)svcvt_f32_f16_x(ALL_LANES, svreinterpret_f16_s32((svint32_t)x)); }
+#endif
 
 struct bf16 {
     uint16_t bits;
@@ -114,6 +127,8 @@ INLINE Vec load(const bf16* p) {  // GCC 12 would convert halves of a vector, an
     return (Vec)((Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
 #elif defined(__AVX2__)
     return (Vec)((Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
+#elif defined(SVE)
+    return (Vec)((Ints)svld1uh_s32(ALL_LANES, (const uint16_t*)p) << 16);
 #elif defined(__aarch64__)
     return (Vec)vshll_n_u16(vld1_u16((const uint16_t*)p), 16);
 #else
@@ -125,6 +140,8 @@ INLINE Vec load(const f16* p) {
     return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
     return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(SVE)
+    return widen_halves((Ints)svld1uh_s32(ALL_LANES, (const uint16_t*)p));
 #elif defined(__aarch64__)
     return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p)));
 #else
@@ -133,7 +150,7 @@ INLINE Vec load(const f16* p) {
     return y;
 #endif
 }
-#if defined(__aarch64__)
+#if defined(__aarch64__) && !defined(SVE)
 INLINE uint8x8_t load_four(const void* p) {  // in both halves
     uint32_t x;
     memcpy(&x, p, 4);
@@ -145,6 +162,8 @@ INLINE Vec load(const int8_t* p) {  // GCC 12 would convert them one by one
     return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #elif defined(__AVX2__)
     return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#elif defined(SVE)
+    return (Vec)svcvt_f32_s32_x(ALL_LANES, svld1sb_s32(ALL_LANES, p));
 #elif defined(__aarch64__)
     return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_four(p))))));
 #else
@@ -158,6 +177,8 @@ INLINE Ints load_bytes(const uint8_t* p) {
     return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 #elif defined(__AVX2__)
     return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(SVE)
+    return (Ints)svld1ub_s32(ALL_LANES, p);
 #elif defined(__aarch64__)
     return (Ints)vmovl_u16(vget_low_u16(vmovl_u8(load_four(p))));
 #else
@@ -193,6 +214,11 @@ template <int N, int PITCH> INLINE void load_e4m3(const uint8_t* p, Vec (&y)[N])
         __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)(p + i * PITCH)));
         y[i] = (Vec)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), mask));
     }
+#elif defined(SVE)
+    for (int i = 0; i < N; i++) {
+        Ints wide = (Ints)svld1sb_s32(ALL_LANES, (const int8_t*)p + i * PITCH) << 7;
+        y[i] = widen_halves(wide & 0xbf80);
+    }
 #elif defined(__aarch64__)
     for (int i = 0; i < N; i++) {
         int16x8_t wide = vshll_n_s8(vreinterpret_s8_u8(load_four(p + i * PITCH)), 7);
@@ -216,6 +242,8 @@ INLINE Ints look_up(const uint8_t* table, Ints at) {
     return (Ints)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(*(const __m128i*)table), (__m512i)at);
 #elif defined(__AVX2__)
     return (Ints)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(*(const __m128i*)table), (__m256i)at);
+#elif defined(SVE)
+    return (Ints)svtbl_u8(svld1rq_u8(svptrue_b8(), table), svreinterpret_u8_s32((svint32_t)at));
 #elif defined(__aarch64__)
     return (Ints)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)at);
 #else
@@ -243,6 +271,8 @@ INLINE void store(float* p, Vec x) { *(VecAnywhere*)p = x; }
 INLINE void store(int8_t* p, Ints x) {  // their lowest bytes
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(SVE)
+    svst1b_s32(ALL_LANES, p, (svint32_t)x);
 #elif defined(__aarch64__)
     const int16x4_t halves = vmovn_s32((int32x4_t)x);
     const uint32x2_t bytes = vreinterpret_u32_s8(vmovn_s16(vcombine_s16(halves, halves)));
@@ -254,7 +284,9 @@ INLINE void store(int8_t* p, Ints x) {  // their lowest bytes
 INLINE void store(bf16* p, Vec x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#elif defined(SVE) && defined(DOT_BF16)
+    svst1h_u32(ALL_LANES, (uint16_t*)p, svreinterpret_u32_bf16(svcvt_bf16_f32_x(ALL_LANES, (svfloat32_t)x)));
+#elif defined(DOT_BF16)
     vst1_u16((uint16_t*)p, vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)x)));
 #else
     Ints bits = (Ints)x;
@@ -267,6 +299,8 @@ INLINE void store(bf16* p, Vec x) {
 #elif defined(__AVX2__)
     __m256i both = (__m256i)y;
     _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1)));
+#elif defined(SVE)
+    svst1h_s32(ALL_LANES, (int16_t*)p, (svint32_t)y);
 #else
     *(ShortsAnywhere*)p = __builtin_convertvector(y, Shorts);
 #endif
@@ -301,6 +335,8 @@ INLINE Ints nearest(Vec x) {
     return (Ints)_mm512_cvtps_epi32((__m512)x);
 #elif defined(__AVX2__)
     return (Ints)_mm256_cvtps_epi32((__m256)x);
+#elif defined(SVE)
+    return (Ints)svcvt_s32_f32_x(ALL_LANES, svrintn_f32_x(ALL_LANES, (svfloat32_t)x));
 #elif defined(__aarch64__)
     return (Ints)vcvtnq_s32_f32((float32x4_t)x);
 #else
@@ -325,6 +361,8 @@ INLINE void sums(const Vec* x, float* y) {
     }
     __m256 two = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
     _mm_storeu_ps(y, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
+#elif defined(SVE)
+    for (int i = 0; i < 4; i++) y[i] = svaddv_f32(ALL_LANES, (svfloat32_t)x[i]);
 #elif defined(__aarch64__)
     const float32x4_t low = vpaddq_f32((float32x4_t)x[0], (float32x4_t)x[1]);
     const float32x4_t high = vpaddq_f32((float32x4_t)x[2], (float32x4_t)x[3]);
@@ -339,6 +377,8 @@ INLINE void sums(const Vec* x, float* y) {
 INLINE float sum(Vec x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)x);
+#elif defined(SVE)
+    return svaddv_f32(ALL_LANES, (svfloat32_t)x);
 #elif defined(__aarch64__)
     return vaddvq_f32((float32x4_t)x);
 #else
@@ -350,6 +390,8 @@ INLINE float sum(Vec x) {
 INLINE int32_t sum(Ints x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)x);
+#elif defined(SVE)
+    return (int32_t)svaddv_s32(ALL_LANES, (svint32_t)x);
 #elif defined(__aarch64__)
     return vaddvq_s32((int32x4_t)x);
 #else
@@ -369,6 +411,16 @@ INLINE float largest(Vec x) {
 #if defined(__AVX512VNNI__)
 INLINE Ints dot_fours(Ints total, Ints codes, Ints x) {
     return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)codes, (__m512i)x);
+}
+#elif defined(SVE)
+INLINE Ints dot_fours(Ints total, Ints codes, Ints x) {
+    const svint8_t factors = svreinterpret_s8_s32((svint32_t)x);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return (Ints)svusdot_s32((svint32_t)total, svreinterpret_u8_s32((svint32_t)codes), factors);
+#else
+    const svuint8_t less = sveor_n_u8_x(svptrue_b8(), svreinterpret_u8_s32((svint32_t)codes), 128);
+    return (Ints)svdot_s32((svint32_t)total, svreinterpret_s8_u8(less), factors);
+#endif
 }
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
 INLINE Ints dot_fours(Ints total, Ints codes, Ints x) {
@@ -409,6 +461,13 @@ INLINE Bf16s load_bf16s(const bf16* p, int64_t count) {  // zeros behind them
 }
 // total + the dot products of each two.
 INLINE Vec dot_bf16s(Vec total, Bf16s a, Bf16s b) { return (Vec)_mm512_dpbf16_ps((__m512)total, a, b); }
+#elif defined(SVE) && defined(DOT_BF16)
+typedef svbfloat16_t Bf16s __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)));
+INLINE Bf16s load_bf16s(const bf16* p) { return svld1_bf16(svptrue_b16(), (const bfloat16_t*)p); }
+INLINE Bf16s load_bf16s(const bf16* p, int64_t count) {
+    return svld1_bf16(svwhilelt_b16_s64(0, count), (const bfloat16_t*)p);
+}
+INLINE Vec dot_bf16s(Vec total, Bf16s a, Bf16s b) { return (Vec)svbfdot_f32((svfloat32_t)total, a, b); }
 #elif defined(DOT_BF16)
 typedef bfloat16x8_t Bf16s;
 INLINE Bf16s load_bf16s(const bf16* p) { return vreinterpretq_bf16_u16(vld1q_u16((const uint16_t*)p)); }

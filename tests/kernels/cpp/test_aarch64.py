@@ -31,6 +31,7 @@ def emulate(tmp_path: Path, isa: str, cpu: str, files: tuple[str, ...], *more: s
     """Calls of each operation in these tests, which pass."""
     environ = os.environ | {emulated.GIVEN: f"{isa} {cpu} {tmp_path}"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "phalanx.tests.kernels.emulated", "-p", "no:cacheprovider"]
+    command += ["--timeout", "900"]  # one test compiles all
     command += ["--basetemp", str(tmp_path / "tests"), "-m", "not long", *more]
     command += [str(KERNELS / name) for name in files]
     done = subprocess.run(
@@ -41,16 +42,27 @@ def emulate(tmp_path: Path, isa: str, cpu: str, files: tuple[str, ...], *more: s
     return json.loads((tmp_path / "called.json").read_text())
 
 
-def test_every_operation_with_all_that_grace_has(tmp_path):
-    """QEMU's `max` has the dot products of bytes and of bf16 that Neoverse V2 has, and SVE of 128 bits as well."""
+@pytest.mark.parametrize(
+    "isa, cpu",
+    [("neon_bf16", "max,sve128=on,sve256=off"), ("sve256_bf16", "max,sve256=on"), ("sve512", "max,sve512=on")],
+    ids=("Grace", "Graviton 3", "A64FX"),
+)
+def test_every_operation(isa, cpu, tmp_path):
+    """QEMU's `max` has the dot products of bytes and of bf16 that Neoverse V1 and V2 have, and SVE."""
     files = *EVERYTHING, "cpp/emulated_rest.py"
-    called = emulate(tmp_path, "neon_bf16", "max,sve128=on,sve256=off", files, *LEFT_OUT)
+    called = emulate(tmp_path, isa, cpu, files, *LEFT_OUT)
     print(f"{len(called)} operations, {sum(called.values())} calls")
     assert len(called) > 200 and not [name for name, times in called.items() if not times]
 
 
 # Sources whose instructions differ: everything that reads quantised weights, and bf16.
-@pytest.mark.parametrize("isa, cpu", [("neon_dotprod", "neoverse-n1"), ("generic", "cortex-a72")])
+@pytest.mark.parametrize(
+    "isa, cpu",
+    [
+        ("neon_dotprod", "neoverse-n1"), ("generic", "cortex-a72"), ("sve256", "max,sve256=on"),
+        ("sve512_bf16", "max,sve512=on"),
+    ],
+)  # fmt: skip
 def test_lesser_processors(tmp_path, isa, cpu):
     files = "quantized/test_blocks_cpu.py", "quantized/test_q8_0.py", "gemm/test_cpu_gemm.py", "norm/test_norm_cpu.py"
     called = emulate(tmp_path, isa, cpu, (*files, "quantized/test_e4m3_cpu.py"), *LEFT_OUT)

@@ -206,7 +206,7 @@ def test_the_best_instruction_set_comes_first(monkeypatch):
 
 
 def test_kinds_of_aarch64(monkeypatch, tmp_path):
-    """Features that /proc/cpuinfo lists on Grace, Graviton 2 and a Cortex-A72."""
+    """Features that /proc/cpuinfo lists on Grace, Graviton 2 and a Cortex-A72, and where SVE's vectors are longer."""
     grace = (
         "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 "
         "sm3 sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm sb dcpodp sve2 sveaes svepmull svebitperm svesha3 "
@@ -217,12 +217,16 @@ def test_kinds_of_aarch64(monkeypatch, tmp_path):
     monkeypatch.setattr(compiler, "ISAS", compiler.AARCH64)
     monkeypatch.setattr(compiler, "CPUINFO", tmp_path / "cpuinfo")
     found = []
-    for features in (grace, graviton_2, cortex_a72):
+    a64fx = "fp asimd evtstrm sha1 sha2 crc32 atomics cpuid asimdrdm fphp asimdhp fcma dcpop sve"
+    cases = (grace, 128), (graviton_2, 0), (cortex_a72, 0), (grace, 256), (a64fx, 512), (a64fx, 1024)
+    for features, bits in cases:
+        monkeypatch.setattr(compiler, "_sve_bits", lambda bits=bits: bits)
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nFeatures\t: {features}\nCPU part\t: 0xd4f\n")
         compiler._cpu_flags.cache_clear()
         found.append(compiler.isas())
     compiler._cpu_flags.cache_clear()
-    assert found == [["neon_bf16", "neon_dotprod", "generic"], ["neon_dotprod", "generic"], ["generic"]]
+    neon = ["neon_bf16", "neon_dotprod", "generic"]
+    assert found == [neon, neon[1:], neon[2:], ["sve256_bf16", "sve256", *neon], ["sve512", "generic"], ["generic"]]
 
 
 def test_libraries_of_another_machine_are_others(monkeypatch):

@@ -65,8 +65,9 @@ def test_many_rows(isa, called, dtype):
     packed, _ = FORMS["int4"]()
     x, bias = torch.randn(2 * blocks_cpu.MAX_ROWS + 5, INPUTS).to(dtype), torch.randn(OUTPUTS).to(dtype)
     assert blocks_cpu.supports(x[: blocks_cpu.MAX_ROWS])
-    fours = "avx512_vnni", "avx512_bf16", "neon_dotprod"  # and with fast matrices of bf16:
-    assert blocks_cpu.supports(x) == (isa in fours or isa in ("amx", "neon_bf16") and dtype == torch.float32)
+    fours = "avx512_vnni", "avx512_bf16", "neon_dotprod", "sve256", "sve512"
+    matrices = "amx", "neon_bf16", "sve256_bf16", "sve512_bf16"  # fast ones of bf16
+    assert blocks_cpu.supports(x) == (isa in fours or isa in matrices and dtype == torch.float32)
     made = linear.linear(x, packed, bias=bias)
     called.clear()
     some = torch.cat([blocks_cpu.linear(one, packed, bias=bias) for one in x.split(blocks_cpu.MAX_ROWS)])
