@@ -95,7 +95,7 @@ class Round:
 
     @functools.cached_property
     def packed(self) -> ctypes.Array[Any]:
-        """As C++ takes them, to run again and again."""
+        """The calls as C++ takes them, to run again and again."""
         return ops.call_array([(op.address, ops.pack(values)) for op, values in self.calls])
 
     def run(self, threads: int) -> None:

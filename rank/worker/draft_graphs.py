@@ -36,8 +36,8 @@ class DraftGraphs:
         rows, tokens = max(several, default=0), max(map(math.prod, self._keys), default=0)
         device = upload.device
         self._next_ids = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        # Of each row: the place of its newest token among the step's, the next draft's id, its index in the sequence,
-        # the last index that has a block, and by how much positions are others than indices.
+        # Each row's newest token, by its place among the step's; the next draft's id, its index in the sequence, the
+        # last index that has a block, and by how much positions are others than indices.
         self._newest, self._ids, self._index, self._most, self._shift = torch.zeros(
             5, rows, dtype=torch.int64, device=device
         )

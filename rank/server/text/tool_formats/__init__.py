@@ -63,7 +63,7 @@ class CallableTool:
     def members(
         self, properties: Mapping[str, Any], required: Collection[str], write: Callable[[str, Any], str]
     ) -> list[tuple[str, bool]]:
-        """What `write` makes of each property's name and schema, and whether it is required. One that cannot be written
+        """`write` of each property's name and schema, and whether it is required. One that cannot be written
         is left out where it may be; else raises Unwritable."""
         found = []
         for name, schema in properties.items():
