@@ -100,7 +100,7 @@ class Decoded(NamedTuple):
 class Type(NamedTuple):
     """One of ggml's types."""
 
-    name: str  # as C++ has it: in packing_cpu.cpp, and in scale_search.cpp or group_encoder.cpp
+    name: str  # as C++ has it, which knows its blocks as well (ggml_types.h)
     code_bits: int  # of a code in files
     form: SuperBlock  # of a code as it is kept in super-blocks
     parts: tuple[Bits | Factors | KScales, ...]  # of a block, one behind the other

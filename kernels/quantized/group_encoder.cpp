@@ -2,7 +2,7 @@
 
 #include "op.h"
 #include "simd.h"
-#include "block_bits.h"
+#include "ggml_types.h"
 
 struct Encode {
     const void* weight;  // [groups, 32]
@@ -19,12 +19,6 @@ struct Signed {
 constexpr int GROUP = 32, VECTORS = GROUP / LANES;
 
 typedef Vec Weights[VECTORS];
-
-// A group before it is written.
-struct Group {
-    f16 factors[2];        // its scale, and its smallest weight where the type has it
-    uint8_t codes[GROUP];  // none below 0
-};
 
 template <typename T> INLINE void read(const void* weight, int64_t group, Weights& x) {
     for (int v = 0; v < VECTORS; v++) x[v] = load((const T*)weight + group * GROUP + v * LANES);
@@ -53,7 +47,7 @@ INLINE void to_codes(const Weights& x, float less, float scale, float zero, floa
 }
 
 // With the scale that makes -MIDDLE of the largest weight, the first one where several are as large.
-template <int MIDDLE> INLINE void centred(const Weights& x, Group& y) {
+template <int MIDDLE> INLINE void centred(const Weights& x, Numbers& y) {
     float low, high;
     find_ends(x, low, high);
     float end = high > -low ? high : low;
@@ -69,7 +63,7 @@ template <int MIDDLE> INLINE void centred(const Weights& x, Group& y) {
     to_codes(x, 0, scale, MIDDLE, 2 * MIDDLE - 1, y.codes);
 }
 
-template <int MAX_CODE> INLINE void spanned(const Weights& x, Group& y) {
+template <int MAX_CODE> INLINE void spanned(const Weights& x, Numbers& y) {
     float low, high;
     find_ends(x, low, high);
     const float scale = (high - low) / MAX_CODE;
@@ -77,30 +71,19 @@ template <int MAX_CODE> INLINE void spanned(const Weights& x, Group& y) {
     to_codes(x, low, scale, 0, MAX_CODE, y.codes);
 }
 
-// A block: scale and perhaps minimum, fifth bits of codes that have one, the other bits.
-template <int FACTORS, int BITS> struct Block {
-    static constexpr int BYTES = 2 * FACTORS + BITS * GROUP / 8;
-
-    static INLINE void write(const Group& x, uint8_t* y) {
-        y = append(x.factors, 2 * FACTORS, y);
-        for (int i = 0; BITS == 5 && i < GROUP; i += 8) y = join<1, 1, 4>(x.codes + i, y);
-        join<16, 4>(x.codes, y);
-    }
+template <class B, int BITS> struct Centred : B {
+    static INLINE void round(const Weights& x, Numbers& y) { centred<1 << (BITS - 1)>(x, y); }
 };
 
-template <int BITS> struct Centred : Block<1, BITS> {
-    static INLINE void round(const Weights& x, Group& y) { centred<1 << (BITS - 1)>(x, y); }
-};
-
-template <int BITS> struct Spanned : Block<2, BITS> {
-    static INLINE void round(const Weights& x, Group& y) { spanned<(1 << BITS) - 1>(x, y); }
+template <class B, int BITS> struct Spanned : B {
+    static INLINE void round(const Weights& x, Numbers& y) { spanned<(1 << BITS) - 1>(x, y); }
 };
 
 template <typename Type, typename T> void encode(const Encode& a, int part, int parts) {
     Share share(a.groups, part, parts);
     for (int64_t g = share.first; g < share.last; g++) {
         Weights x;
-        Group made;
+        Numbers made;
         read<T>(a.weight, g, x);
         Type::round(x, made);
         Type::write(made, (uint8_t*)a.blocks + g * Type::BYTES);
@@ -112,9 +95,9 @@ template <typename T> void encode_signed(const Signed& a, int part, int parts) {
     Share share(a.groups, part, parts);
     for (int64_t g = share.first; g < share.last; g++) {
         Weights x;
-        Group made;
+        Numbers made;
         read<T>(a.weight, g, x);
-        Centred<5>::round(x, made);
+        centred<16>(x, made);
         const uint16_t scale = made.factors[0].bits;
         const int sign = scale >> 15 ? -1 : 1;
         for (int i = 0; i < GROUP; i++) ((int8_t*)a.codes)[g * GROUP + i] = (int8_t)(sign * (made.codes[i] - 16));
@@ -122,14 +105,14 @@ template <typename T> void encode_signed(const Signed& a, int part, int parts) {
     }
 }
 
-#define ENCODE_OPS(name, Type)                             \
-    OP(encode_##name##_f32, (encode<Type, float>), Encode) \
-    OP(encode_##name##_bf16, (encode<Type, bf16>), Encode) \
-    OP(encode_##name##_f16, (encode<Type, f16>), Encode)
-ENCODE_OPS(q4_0, Centred<4>)
-ENCODE_OPS(q4_1, Spanned<4>)
-ENCODE_OPS(q5_0, Centred<5>)
-ENCODE_OPS(q5_1, Spanned<5>)
+#define ENCODE_OPS(name, Type, B, BITS)                               \
+    OP(encode_##name##_f32, (encode<Type<B, BITS>, float>), Encode) \
+    OP(encode_##name##_bf16, (encode<Type<B, BITS>, bf16>), Encode) \
+    OP(encode_##name##_f16, (encode<Type<B, BITS>, f16>), Encode)
+ENCODE_OPS(q4_0, Centred, Q4_0, 4)
+ENCODE_OPS(q4_1, Spanned, Q4_1, 4)
+ENCODE_OPS(q5_0, Centred, Q5_0, 5)
+ENCODE_OPS(q5_1, Spanned, Q5_1, 5)
 OP(encode_signed_q5_0_f32, encode_signed<float>, Signed)
 OP(encode_signed_q5_0_bf16, encode_signed<bf16>, Signed)
 OP(encode_signed_q5_0_f16, encode_signed<f16>, Signed)

@@ -3,17 +3,11 @@
 
 #include "op.h"
 #include "simd.h"
+#include "ggml_types.h"
 
-constexpr int BLOCK = 16;    // outputs
-constexpr int RUN = 32;      // inputs whose codes lie together
-constexpr int SUPER = 256;   // inputs of the largest super-block
-
-// A super-block of ggml's of one output.
-struct Decoded {
-    alignas(64) uint8_t codes[SUPER];
-    uint16_t factors[2];  // f16, of scales and of minima
-    int8_t scales[SUPER / 16], minima[SUPER / 16];
-};
+constexpr int BLOCK = 16;  // outputs
+constexpr int RUN = 32;    // inputs whose codes lie together
+constexpr int GROUPS = 16;  // of a super-block, at most
 
 enum Heads {
     OF_SUPERS,  // 32 f16 factors of a super-block, and bytes of each group (super_blocks_cpu.cpp)
@@ -25,8 +19,10 @@ struct Type {
     int bits, zero;    // of a code as it is kept; what all codes have too much
     int bytes;         // of a super-block in files
     Heads heads;
-    void (*decode)(const uint8_t* p, Decoded& y);
-
+    void (*decode)(const Type& type, const uint8_t* p, Numbers& y);
+    bool minima = false;   // whether groups have them
+    int above = 0;         // by which scales are stored larger than they are; -1: factors are the scales
+    constexpr int groups() const { return super / group; }
     constexpr int head() const { return heads == OF_SUPERS ? 4 * BLOCK : 0; }
     constexpr int run_head() const { return heads == OF_SUPERS ? RUN / group * 2 * BLOCK : 2 * BLOCK; }
     constexpr int run_bytes() const { return run_head() + BLOCK * RUN * bits / 8; }
@@ -65,17 +61,17 @@ INLINE void put_run(const uint8_t* codes, uint8_t* to, int o, int bits) {
     put_codes<8>(codes, to, o);
 }
 
-INLINE void put_half(uint16_t x, uint8_t* to, int o) { memcpy(to + 2 * o, &x, 2); }
+INLINE void put_half(f16 x, uint8_t* to, int o) { memcpy(to + 2 * o, &x, 2); }
 
-static void put(const Type& type, const Decoded& x, uint8_t* to, int o) {
+static void put(const Type& type, const Numbers& x, uint8_t* to, int o) {
     const int groups = RUN / type.group;
     if (type.heads == OF_SUPERS) put_half(x.factors[0], to, o), put_half(x.factors[1], to + 2 * BLOCK, o);
     to += type.head();
     for (int r = 0; r < type.super / RUN; r++, to += type.run_bytes()) {
         if (type.heads == OF_GROUPS) put_half(x.factors[0], to, o);
         for (int h = 0; type.heads == OF_SUPERS && h < groups; h++) {
-            to[h * 2 * BLOCK + o] = (uint8_t)x.scales[r * groups + h];
-            to[(h * 2 + 1) * BLOCK + o] = (uint8_t)x.minima[r * groups + h];
+            to[h * 2 * BLOCK + o] = x.numbers[r * groups + h];
+            to[(h * 2 + 1) * BLOCK + o] = x.numbers[type.groups() + r * groups + h];
         }
         put_run(x.codes + r * RUN, to + type.run_head(), o, type.bits);
     }
@@ -89,14 +85,14 @@ struct Pack {
 
 static void pack(const Type& type, const Pack& a, int part, int parts) {
     Share share((a.outputs + BLOCK - 1) / BLOCK, part, parts);
-    Decoded x, none = {};
+    Numbers x, none = {};
     memset(none.codes, type.padding(), sizeof none.codes);
     for (int64_t b = share.first; b < share.last; b++) {
         uint8_t* y = (uint8_t*)a.y + b * a.supers * type.packed();
         for (int64_t s = 0; s < a.supers; s++, y += type.packed()) {
             for (int o = 0; o < BLOCK; o++) {
                 const int64_t row = b * BLOCK + o;
-                if (row < a.outputs) type.decode((const uint8_t*)a.blocks + (row * a.supers + s) * type.bytes, x);
+                if (row < a.outputs) type.decode(type, (const uint8_t*)a.blocks + (row * a.supers + s) * type.bytes, x);
                 put(type, row < a.outputs ? x : none, y, o);
             }
         }
@@ -116,83 +112,41 @@ static __attribute__((noinline)) void subtract(float* x, float y, int count) {
 
 static void dequantize(const Type& type, const Dequantize& a, int part, int parts) {
     Share share(a.supers, part, parts);
-    Decoded x;
+    Numbers x;
     for (int64_t s = share.first; s < share.last; s++) {
-        type.decode((const uint8_t*)a.blocks + s * type.bytes, x);
+        type.decode(type, (const uint8_t*)a.blocks + s * type.bytes, x);
         float* y = (float*)a.y + s * type.super;
-        const float factor = widen(f16{x.factors[0]}), other = widen(f16{x.factors[1]});
+        const float factor = widen(x.factors[0]), other = widen(x.factors[1]);
         for (int g = 0; g < type.super / type.group; g++, y += type.group) {
             const bool own = type.heads == OF_SUPERS;
-            const float scale = own ? factor * x.scales[g] : factor;
+            const int8_t *scales = (const int8_t*)x.numbers, *minima = scales + type.groups();
+            const float scale = own ? factor * scales[g] : factor;
             for (int i = 0; i < type.group; i++) y[i] = (float)(x.codes[g * type.group + i] - type.zero) * scale;
-            if (own && x.minima[g]) subtract(y, other * x.minima[g], type.group);
+            if (own && minima[g]) subtract(y, other * minima[g], type.group);
         }
     }
 }
 
-// COUNT bytes → codes of 8 / BITS times as many: the lowest bits of all bytes, then the next (Bits.read of
-// ggml_types.py).
-template <int COUNT, int BITS> INLINE void fields(const uint8_t* x, uint8_t* y) {
-    for (int k = 0; k < 8 / BITS; k++)
-        for (int i = 0; i < COUNT; i++) y[k * COUNT + i] = x[i] >> BITS * k & ((1 << BITS) - 1);
+// Numbers of a block as kernels have them: scales and minima are int8.
+template <class B> static void decode(const Type& type, const uint8_t* p, Numbers& y) {
+    B::read(p, y);
+    uint8_t *scales = y.numbers, *minima = scales + type.groups();
+    if (type.above < 0) memset(scales, 1, GROUPS);
+    if (type.above > 0)
+        for (int g = 0; g < GROUPS; g++) scales[g] = (uint8_t)(scales[g] - type.above);
+    if (type.above < 0 || !type.minima) memset(minima, type.minima ? -1 : 0, GROUPS);
 }
 
-// Likewise, to be more bits of codes that are there.
-template <int COUNT, int BITS, int SHIFT> INLINE void add_fields(const uint8_t* x, uint8_t* y) {
-    for (int k = 0; k < 8 / BITS; k++)
-        for (int i = 0; i < COUNT; i++) y[k * COUNT + i] |= (x[i] >> BITS * k & ((1 << BITS) - 1)) << SHIFT;
-}
-
-INLINE const uint8_t* read_factors(const uint8_t* p, int count, Decoded& y) {
-    memcpy(&y.factors[0], p, 2);
-    memcpy(&y.factors[1], p + 2 * (count - 1), 2);
-    return p + 2 * count;
-}
-
-INLINE void no_minima(Decoded& y) { memset(y.minima, 0, sizeof y.minima); }
-
-// Codes around 0 as the kernels of Q8_0 have them: more by 128, and of no scale below 0.
-INLINE void with_sign(Decoded& y, const int8_t* codes) {
-    const bool below = y.factors[0] >> 15;
-    for (int i = 0; i < RUN; i++) y.codes[i] = (uint8_t)((below ? -codes[i] : codes[i]) + 128);
-    y.factors[0] &= 0x7fff;
-}
-
-static void decode_q4_0(const uint8_t* p, Decoded& y) {
-    fields<16, 4>(read_factors(p, 1, y), y.codes);
-    y.scales[0] = 1;
-    no_minima(y);
-}
-
-static void decode_q4_1(const uint8_t* p, Decoded& y) {
-    fields<16, 4>(read_factors(p, 2, y), y.codes);
-    y.scales[0] = 1, y.minima[0] = -1;
-}
-
-INLINE void read_q5(const uint8_t* p, uint8_t* y) {
-    fields<16, 4>(p + 4, y);
-    for (int j = 0; j < 4; j++) {  // a byte's bits to the fifth of eight codes
-        constexpr uint64_t each = 0x0101010101010101;
-        uint64_t bits = (p[j] * each & 0x8040201008040201) + 0x7f * each, x;
-        memcpy(&x, y + 8 * j, 8);
-        x |= (bits >> 7 & each) << 4;
-        memcpy(y + 8 * j, &x, 8);
+// Codes around 0 as the kernels of Q8_0 have them: more by 128, and of no scale below 0. LESS: what they have too much.
+template <class B, int LESS> static void decode_signed(const Type&, const uint8_t* p, Numbers& y) {
+    B::read(p, y);
+    const bool below = y.factors[0].bits >> 15;
+    for (int i = 0; i < RUN; i++) {
+        const int code = (int8_t)(y.codes[i] - LESS);
+        y.codes[i] = (uint8_t)((below ? -code : code) + 128);
     }
+    y.factors[0].bits &= 0x7fff;
 }
-
-static void decode_q5_0(const uint8_t* p, Decoded& y) {
-    int8_t codes[RUN];
-    read_q5(read_factors(p, 1, y), (uint8_t*)codes);
-    for (int i = 0; i < RUN; i++) codes[i] = (int8_t)(codes[i] - 16);
-    with_sign(y, codes);
-}
-
-static void decode_q5_1(const uint8_t* p, Decoded& y) {
-    read_q5(read_factors(p, 2, y), y.codes);
-    y.scales[0] = 1, y.minima[0] = -1;
-}
-
-static void decode_q8_0(const uint8_t* p, Decoded& y) { with_sign(y, (const int8_t*)read_factors(p, 1, y)); }
 
 // The numbers that codes of IQ4 stand for, more by 128, and those of a scale below 0.
 alignas(16) static const uint8_t TABLES[2][16] = {
@@ -200,99 +154,42 @@ alignas(16) static const uint8_t TABLES[2][16] = {
     {255, 232, 211, 193, 177, 163, 150, 138, 127, 115, 103, 90, 75, 59, 39, 15},
 };
 
-static void decode_iq4_nl(const uint8_t* p, Decoded& y) {
-    fields<16, 4>(read_factors(p, 1, y), y.codes);
-    const uint8_t* table = TABLES[y.factors[0] >> 15];
+static void decode_iq4_nl(const Type&, const uint8_t* p, Numbers& y) {
+    IQ4_NL::read(p, y);
+    const uint8_t* table = TABLES[y.factors[0].bits >> 15];
     look_up(table, y.codes, y.codes), look_up(table, y.codes + 16, y.codes + 16);
-    y.factors[0] &= 0x7fff;
+    y.factors[0].bits &= 0x7fff;
 }
 
-static void decode_q2_k(const uint8_t* p, Decoded& y) {
-    for (int i = 0; i < 16; i++) y.scales[i] = p[i] & 15, y.minima[i] = p[i] >> 4;
-    fields<32, 2>(p + 16, y.codes), fields<32, 2>(p + 48, y.codes + 128);
-    read_factors(p + 80, 2, y);
-}
-
-static void decode_q3_k(const uint8_t* p, Decoded& y) {
-    fields<32, 2>(p + 32, y.codes), fields<32, 2>(p + 64, y.codes + 128);
-    add_fields<32, 1, 2>(p, y.codes);
-    fields<8, 4>(p + 96, (uint8_t*)y.scales);
-    add_fields<4, 2, 4>(p + 104, (uint8_t*)y.scales);
-    for (int i = 0; i < 16; i++) y.scales[i] -= 32;
-    no_minima(y);
-    read_factors(p + 108, 1, y);
-}
-
-// The 12 bytes of Q4_K and Q5_K (KScales of ggml_types.py).
-INLINE const uint8_t* read_k_scales(const uint8_t* p, Decoded& y) {
-    for (int i = 0; i < 4; i++) {
-        y.scales[i] = p[i] & 63, y.scales[4 + i] = (p[8 + i] & 15) | (p[i] >> 2 & 48);
-        y.minima[i] = p[4 + i] & 63, y.minima[4 + i] = (int8_t)(p[8 + i] >> 4 | (p[4 + i] >> 2 & 48));
-    }
-    return p + 12;
-}
-
-static void decode_q4_k(const uint8_t* p, Decoded& y) {
-    p = read_k_scales(read_factors(p, 2, y), y);
-    for (int i = 0; i < 4; i++) fields<32, 4>(p + 32 * i, y.codes + 64 * i);
-}
-
-static void decode_q5_k(const uint8_t* p, Decoded& y) {
-    p = read_k_scales(read_factors(p, 2, y), y);
-    for (int i = 0; i < 4; i++) fields<32, 4>(p + 32 + 32 * i, y.codes + 64 * i);
-    add_fields<32, 1, 4>(p, y.codes);
-}
-
-static void decode_q6_k(const uint8_t* p, Decoded& y) {
-    for (int h = 0; h < 2; h++) {
-        fields<64, 4>(p + 64 * h, y.codes + 128 * h);
-        add_fields<32, 2, 4>(p + 128 + 32 * h, y.codes + 128 * h);
-    }
-    memcpy(y.scales, p + 192, 16);
-    no_minima(y);
-    read_factors(p + 208, 1, y);
-}
-
-static void decode_iq4_xs(const uint8_t* p, Decoded& y) {
-    p = read_factors(p, 1, y);
-    for (int j = 0; j < 4; j++) fields<1, 4>(p + 2 + j, (uint8_t*)y.scales + 2 * j);
-    for (int j = 0; j < 2; j++) add_fields<1, 2, 4>(p + j, (uint8_t*)y.scales + 4 * j);
-    for (int g = 0; g < 8; g++) y.scales[g] -= 32, fields<16, 4>(p + 6 + 16 * g, y.codes + 32 * g);
+static void decode_iq4_xs(const Type& type, const uint8_t* p, Numbers& y) {
+    decode<IQ4_XS>(type, p, y);
     for (int i = 0; i < SUPER; i += 16) look_up(TABLES[0], y.codes + i, y.codes + i);
-    no_minima(y);
 }
 
-static void decode_tq2_0(const uint8_t* p, Decoded& y) {
-    fields<32, 2>(p, y.codes), fields<32, 2>(p + 32, y.codes + 128);
-    memset(y.scales, 1, sizeof y.scales);
-    no_minima(y);
-    read_factors(p + 64, 1, y);
-}
-
-#define TYPE_OPS(name, decode, super, group, bits, zero, bytes, heads)                  \
-    static const Type name = {super, group, bits, zero, bytes, heads, decode};          \
-    static void pack_of_##name(const Pack& a, int part, int parts) {                    \
-        pack(name, a, part, parts);                                                     \
-    }                                                                                   \
-    static void dequantize_of_##name(const Dequantize& a, int part, int parts) {        \
-        dequantize(name, a, part, parts);                                               \
-    }                                                                                   \
-    OP(pack_##name, pack_of_##name, Pack)                                               \
+#define TYPE_OPS(name, super, group, bits, zero, B, heads, ...)                                   \
+    static const Type name = {super, group, bits, zero, B::BYTES, heads, __VA_ARGS__};            \
+    static void pack_of_##name(const Pack& a, int part, int parts) {                              \
+        pack(name, a, part, parts);                                                               \
+    }                                                                                             \
+    static void dequantize_of_##name(const Dequantize& a, int part, int parts) {                  \
+        dequantize(name, a, part, parts);                                                         \
+    }                                                                                             \
+    OP(pack_##name, pack_of_##name, Pack)                                                         \
     OP(dequantize_##name, dequantize_of_##name, Dequantize)
-TYPE_OPS(q4_0, decode_q4_0, 32, 32, 4, 8, 18, OF_GROUPS)
-TYPE_OPS(q4_0_supers, decode_q4_0, 32, 32, 4, 8, 18, OF_SUPERS)
-TYPE_OPS(q4_1, decode_q4_1, 32, 32, 4, 0, 20, OF_SUPERS)
-TYPE_OPS(q5_0, decode_q5_0, 32, 32, 8, 128, 22, OF_GROUPS)
-TYPE_OPS(q5_1, decode_q5_1, 32, 32, 6, 0, 24, OF_SUPERS)
-TYPE_OPS(q8_0, decode_q8_0, 32, 32, 8, 128, 34, OF_GROUPS)
-TYPE_OPS(iq4_nl, decode_iq4_nl, 32, 32, 8, 128, 18, OF_GROUPS)
-TYPE_OPS(q2_k, decode_q2_k, 256, 16, 4, 0, 84, OF_SUPERS)
-TYPE_OPS(q3_k, decode_q3_k, 256, 16, 4, 4, 110, OF_SUPERS)
-TYPE_OPS(q4_k, decode_q4_k, 256, 32, 4, 0, 144, OF_SUPERS)
-TYPE_OPS(q5_k, decode_q5_k, 256, 32, 6, 0, 176, OF_SUPERS)
-TYPE_OPS(q6_k, decode_q6_k, 256, 16, 6, 32, 210, OF_SUPERS)
-TYPE_OPS(iq4_xs, decode_iq4_xs, 256, 32, 8, 128, 136, OF_SUPERS)
-TYPE_OPS(tq2_0, decode_tq2_0, 256, 32, 4, 1, 66, OF_SUPERS)
+TYPE_OPS(q4_0, 32, 32, 4, 8, Q4_0, OF_GROUPS, decode<Q4_0>, false, -1)
+TYPE_OPS(q4_0_supers, 32, 32, 4, 8, Q4_0, OF_SUPERS, decode<Q4_0>, false, -1)
+TYPE_OPS(q4_1, 32, 32, 4, 0, Q4_1, OF_SUPERS, decode<Q4_1>, true, -1)
+TYPE_OPS(q5_0, 32, 32, 8, 128, Q5_0, OF_GROUPS, (decode_signed<Q5_0, 16>))
+TYPE_OPS(q5_1, 32, 32, 6, 0, Q5_1, OF_SUPERS, decode<Q5_1>, true, -1)
+TYPE_OPS(q8_0, 32, 32, 8, 128, Q8_0, OF_GROUPS, (decode_signed<Q8_0, 0>))
+TYPE_OPS(iq4_nl, 32, 32, 8, 128, IQ4_NL, OF_GROUPS, decode_iq4_nl)
+TYPE_OPS(q2_k, 256, 16, 4, 0, Q2_K, OF_SUPERS, decode<Q2_K>, true)
+TYPE_OPS(q3_k, 256, 16, 4, 4, Q3_K, OF_SUPERS, decode<Q3_K>, false, 32)
+TYPE_OPS(q4_k, 256, 32, 4, 0, Q4_K, OF_SUPERS, decode<Q4_K>, true)
+TYPE_OPS(q5_k, 256, 32, 6, 0, Q5_K, OF_SUPERS, decode<Q5_K>, true)
+TYPE_OPS(q6_k, 256, 16, 6, 32, Q6_K, OF_SUPERS, decode<Q6_K>)
+TYPE_OPS(iq4_xs, 256, 32, 8, 128, IQ4_XS, OF_SUPERS, decode_iq4_xs, false, 32)
+TYPE_OPS(tq2_0, 256, 32, 4, 1, TQ2_0, OF_SUPERS, decode<TQ2_0>, false, -1)
 
 // Codes a byte each, [outputs, inputs], of which `bits` are kept.
 struct PutCodes {

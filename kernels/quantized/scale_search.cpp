@@ -5,7 +5,7 @@
 
 #include "op.h"
 #include "simd.h"
-#include "block_bits.h"
+#include "ggml_types.h"
 
 struct Search {
     const void* groups;     // f32 [count, size]; size is 16 or 32
@@ -123,7 +123,6 @@ void search_any(const Search& a, int part, int parts) {
         search<32>(a, part, parts);
 }
 
-constexpr int SUPER = 256;         // weights of a super-block
 constexpr float F16_MAX = 65504;  // f16's largest number
 
 INLINE float inverse_of(float x) { return x == 0 ? 0 : 1 / x; }
@@ -133,12 +132,6 @@ INLINE Vec whole(Vec x, Vec low, Vec high) {
     x = x > high ? high : x;
     return rounded(x < low ? low : x);
 }
-
-// A super-block before it is written: its numbers, and codes, none below 0.
-struct Super {
-    f16 factors[2];                      // of scales and of minima
-    uint8_t numbers[2][16], codes[SUPER];  // numbers: scales and minima
-};
 
 // numbers of `count` scales, or minima, from low to high.
 INLINE void to_numbers(const float* scales, int count, f16 factor, float low, float high, uint8_t* numbers) {
@@ -153,12 +146,12 @@ INLINE void to_numbers(const float* scales, int count, f16 factor, float low, fl
 
 // Codes are round((x + minimum) / scale) + zero, from low to high before zero is added. A factor times a number has no
 // more than 19 bits, so it is exact.
-template <typename K> INLINE void to_codes(const float* x, Super& y, float low, float high, float zero) {
+template <typename K> INLINE void to_codes(const float* x, Numbers& y, float low, float high, float zero) {
     alignas(64) int32_t codes[SUPER];
     const float by = widen(y.factors[0]), less = K::MINIMA ? widen(y.factors[1]) : 0;
     for (int g = 0; g < SUPER / K::SIZE; g++) {
-        const float scale = by * (K::MINIMA ? y.numbers[0][g] : (int8_t)y.numbers[0][g]), inverse = inverse_of(scale);
-        const float minimum = K::MINIMA ? less * y.numbers[1][g] : 0;
+        const float scale = by * (K::MINIMA ? y.numbers[g] : (int8_t)y.numbers[g]), inverse = inverse_of(scale);
+        const float minimum = K::MINIMA ? less * y.numbers[SUPER / K::SIZE + g] : 0;
         for (int i = g * K::SIZE; i < (g + 1) * K::SIZE; i += LANES) {
             Vec code = whole((load(x + i) + minimum) * inverse, fill(low), fill(high)) + zero;
             Ints lanes = __builtin_convertvector(code, Ints);
@@ -170,7 +163,7 @@ template <typename K> INLINE void to_codes(const float* x, Super& y, float low, 
 
 // ggml_encoders.with_minima, from the scales and minima that the search has found.
 template <typename K>
-INLINE void super_with_minima(const float* x, const float* scales, const float* minima, Super& y) {
+INLINE void super_with_minima(const float* x, const float* scales, const float* minima, Numbers& y) {
     constexpr int COUNT = SUPER / K::SIZE;
     const float* found[] = {scales, minima};
     for (int i = 0; i < 2; i++) {
@@ -178,13 +171,13 @@ INLINE void super_with_minima(const float* x, const float* scales, const float* 
         for (int g = 1; g < COUNT; g++) most = found[i][g] > most ? found[i][g] : most;
         most /= K::NUMBERS;
         y.factors[i] = narrow<f16>(most > F16_MAX ? F16_MAX : most);
-        to_numbers(found[i], COUNT, y.factors[i], 0, K::NUMBERS, y.numbers[i]);
+        to_numbers(found[i], COUNT, y.factors[i], 0, K::NUMBERS, y.numbers + i * COUNT);
     }
     to_codes<K>(x, y, 0, K::MAX_CODE, 0);
 }
 
 // ggml_encoders.signed, likewise: numbers are int8.
-template <typename K> INLINE void super_signed(const float* x, const float* scales, Super& y) {
+template <typename K> INLINE void super_signed(const float* x, const float* scales, Numbers& y) {
     constexpr int COUNT = SUPER / K::SIZE;
     float largest = scales[0];
     for (int g = 1; g < COUNT; g++)
@@ -192,76 +185,15 @@ template <typename K> INLINE void super_signed(const float* x, const float* scal
     largest /= -K::NUMBERS;
     largest = largest > F16_MAX ? F16_MAX : largest;
     y.factors[0] = narrow<f16>(largest < -F16_MAX ? -F16_MAX : largest);
-    to_numbers(scales, COUNT, y.factors[0], -K::NUMBERS, K::NUMBERS - 1, y.numbers[0]);
+    to_numbers(scales, COUNT, y.factors[0], -K::NUMBERS, K::NUMBERS - 1, y.numbers);
     to_codes<K>(x, y, -K::MAX_CODE, K::MAX_CODE - 1, K::MAX_CODE);
 }
 
-// The 12 bytes of eight scales and eight minima of 6 bits (KScales.write of ggml_types.py).
-INLINE uint8_t* join_k_scales(const Super& x, uint8_t* y) {
-    const uint8_t *scales = x.numbers[0], *minima = x.numbers[1];
-    for (int i = 0; i < 4; i++) {
-        y[i] = scales[i] | (scales[i + 4] & 48) << 2;
-        y[i + 4] = minima[i] | (minima[i + 4] & 48) << 2;
-        y[i + 8] = (scales[i + 4] & 15) | (minima[i + 4] & 15) << 4;
-    }
-    return y + 12;
-}
-
-struct Q2K {
-    static constexpr bool MINIMA = true;
-    static constexpr int SIZE = 16, MAX_CODE = 3, NUMBERS = 15, BYTES = 84;
-
-    static INLINE void write(Super& x, uint8_t* y) {
-        for (int g = 0; g < 16; g++) *y++ = x.numbers[0][g] | x.numbers[1][g] << 4;
-        for (int i = 0; i < SUPER; i += 128) y = join<32, 2>(x.codes + i, y);
-        append(x.factors, 4, y);
-    }
-};
-
-struct Q3K {
-    static constexpr bool MINIMA = false;
-    static constexpr int SIZE = 16, MAX_CODE = 4, NUMBERS = 32, BYTES = 110;
-
-    static INLINE void write(Super& x, uint8_t* y) {
-        y = join<32, 1, 2>(x.codes, y);
-        for (int i = 0; i < SUPER; i += 128) y = join<32, 2>(x.codes + i, y);
-        for (uint8_t& number : x.numbers[0]) number = (uint8_t)(number + NUMBERS);
-        y = join<8, 4>(x.numbers[0], y);
-        y = join<4, 2, 4>(x.numbers[0], y);
-        append(x.factors, 2, y);
-    }
-};
-
-struct Q4K {
-    static constexpr bool MINIMA = true;
-    static constexpr int SIZE = 32, MAX_CODE = 15, NUMBERS = 63, BYTES = 144;
-
-    static INLINE void write(Super& x, uint8_t* y) {
-        y = join_k_scales(x, append(x.factors, 4, y));
-        for (int i = 0; i < SUPER; i += 64) y = join<32, 4>(x.codes + i, y);
-    }
-};
-
-struct Q5K {
-    static constexpr bool MINIMA = true;
-    static constexpr int SIZE = 32, MAX_CODE = 31, NUMBERS = 63, BYTES = 176;
-
-    static INLINE void write(Super& x, uint8_t* y) {
-        y = join_k_scales(x, append(x.factors, 4, y));
-        y = join<32, 1, 4>(x.codes, y);
-        for (int i = 0; i < SUPER; i += 64) y = join<32, 4>(x.codes + i, y);
-    }
-};
-
-struct Q6K {
-    static constexpr bool MINIMA = false;
-    static constexpr int SIZE = 16, MAX_CODE = 32, NUMBERS = 128, BYTES = 210;
-
-    static INLINE void write(Super& x, uint8_t* y) {
-        for (int i = 0; i < SUPER; i += 128) y = join<64, 4>(x.codes + i, y);
-        for (int i = 0; i < SUPER; i += 128) y = join<32, 2, 4>(x.codes + i, y);
-        append(x.factors, 2, append(x.numbers[0], 16, y));
-    }
+// A type: its block, whether groups have minima and how many weights, the largest code and number of a scale, and by how
+// much scales are stored larger than they are.
+template <class B, bool MINIMA_, int SIZE_, int MAX_CODE_, int NUMBERS_, int ABOVE_ = 0> struct Type : B {
+    static constexpr bool MINIMA = MINIMA_;
+    static constexpr int SIZE = SIZE_, MAX_CODE = MAX_CODE_, NUMBERS = NUMBERS_, ABOVE = ABOVE_;
 };
 
 template <typename K, typename T> void encode(const Encode& a, int part, int parts) {
@@ -278,23 +210,25 @@ template <typename K, typename T> void encode(const Encode& a, int part, int par
             store(found[0] + g, some[0]), store(found[1] + g, some[1]);
         }
         for (int64_t s = 0; s < supers; s++) {
-            Super made;
+            Numbers made;
             if constexpr (K::MINIMA)
                 super_with_minima<K>(x + s * SUPER, found[0] + s * COUNT, found[1] + s * COUNT, made);
             else
                 super_signed<K>(x + s * SUPER, found[0] + s * COUNT, made);
+            for (int g = 0; g < COUNT; g++) made.numbers[g] = (uint8_t)(made.numbers[g] + K::ABOVE);
             K::write(made, (uint8_t*)a.blocks + (n + s) * K::BYTES);
         }
     }
 }
 
 OP(scale_search, search_any, Search)
-#define ENCODE_OPS(name, K)                             \
-    OP(encode_##name##_f32, (encode<K, float>), Encode) \
-    OP(encode_##name##_bf16, (encode<K, bf16>), Encode) \
-    OP(encode_##name##_f16, (encode<K, f16>), Encode)
-ENCODE_OPS(q2_k, Q2K)
-ENCODE_OPS(q3_k, Q3K)
-ENCODE_OPS(q4_k, Q4K)
-ENCODE_OPS(q5_k, Q5K)
-ENCODE_OPS(q6_k, Q6K)
+#define ENCODE_OPS(name, ...)                                     \
+    typedef Type<__VA_ARGS__> name;                               \
+    OP(encode_##name##_f32, (encode<name, float>), Encode)        \
+    OP(encode_##name##_bf16, (encode<name, bf16>), Encode)        \
+    OP(encode_##name##_f16, (encode<name, f16>), Encode)
+ENCODE_OPS(q2_k, Q2_K, true, 16, 3, 15)
+ENCODE_OPS(q3_k, Q3_K, false, 16, 4, 32, 32)
+ENCODE_OPS(q4_k, Q4_K, true, 32, 15, 63)
+ENCODE_OPS(q5_k, Q5_K, true, 32, 31, 63)
+ENCODE_OPS(q6_k, Q6_K, false, 16, 32, 128)
