@@ -34,24 +34,8 @@ constexpr int PARTS = M > 128 ? 2 : 1, WIDTH = M / PARTS;  // of a tile's output
 #include "tile_sums.cuh"
 
 #if __CUDA_ARCH__ >= 900
-__device__ inline float total(const float* sums, int out, int row, const T* bias) {
-    float y = BIAS ? to_float(*bias) : 0;
-#pragma unroll
-    for (int k = 0; k < GROUPS; k++) y += sums[(k * M + out) * WIDE + row];
-    return y;
-}
-
-// A tile's values, once all sums are there.
-__device__ inline void store(const float* sums, const T* bias, T* y, int first, int width, int rows) {
-    for (int i = threadIdx.x; i < rows * OUTS; i += THREADS) {
-        int row = i / OUTS, out = i % OUTS;
-        const int column = first + out;
-        if (UNEVEN && column >= width) continue;
-        float value = total(sums, out, row, bias + column);
-        if (GATED) value = gated<T, ACT>(value, total(sums, OUTS + out, row, bias + width + column));
-        y[(long long)row * width + column] = from_float<T>(value);
-    }
-}
+constexpr int PARTIAL = GROUPS;  // sums of a value
+#include "store_tile.cuh"
 #endif
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -66,23 +66,8 @@ __device__ __forceinline__ void sum_up_chunks(uint4* memory, unsigned ring, Barr
     }
 }
 
-__device__ inline float total(const float* sums, int out, int row, const T* bias) {
-    float y = BIAS ? to_float(*bias) : 0;
-#pragma unroll
-    for (int k = 0; k < PER_N_TILE; k++) y += sums[(k * M + out) * WIDE + row];
-    return y;
-}
-
-// A tile's values, once all sums are there.
-__device__ inline void store(const float* sums, const T* bias, T* y, int first, int width, int rows) {
-    for (int i = threadIdx.x; i < rows * OUTS; i += THREADS) {
-        const int row = i / OUTS, out = i % OUTS, column = first + out;
-        if (column >= width) continue;
-        float value = total(sums, out, row, bias + column);
-        if (GATED) value = gated<T, ACT>(value, total(sums, OUTS + out, row, bias + width + column));
-        y[(long long)row * width + column] = from_float<T>(value);
-    }
-}
+constexpr int PARTIAL = PER_N_TILE, UNEVEN = 1;  // sums of a value; whether the last tile may have fewer outputs
+#include "store_tile.cuh"
 #endif
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
