@@ -54,7 +54,8 @@ class Op:
         run((self, values))
 
 
-Calls = tuple[tuple[Op, tuple[Value, ...]], ...]  # operations and their arguments, in order
+Call = tuple[Op, tuple[Value, ...]]  # an operation and its arguments
+Calls = tuple[Call, ...]  # in order
 
 
 def run(*calls: tuple[Op, tuple[Value, ...]]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..activation.activation import activate_call, gated_call
 from ..cpp import ops
 from ..cpp.scratch import Scratch
-from ..quantized import blocks_cpu, cpu_layouts, e4m3_cpu, int8_planes_cpu
+from ..quantized import blocks_cpu, cpu_layouts, e4m3_cpu
 from ..quantized.blocks_cpu import Gated
 from ..quantized.stack import Stack
 
@@ -41,7 +41,7 @@ def supports(x: Tensor, ids: Tensor, w13: Matrices, w2: Matrices) -> bool:
     plain = any(isinstance(one, Tensor) and one.dtype == x.dtype for one in (w13, w2))
     most = MAX_ROWS  # of more, dequantising an expert first is faster
     if all(isinstance(one, Stack) and isinstance(one.packed, cpu_layouts.Packed) for one in (w13, w2)):
-        most = int8_planes_cpu.max_rows(x.dtype)
+        most = blocks_cpu.max_rows(x.dtype)
     return ids.numel() <= most * w13.shape[0] and not (plain and len(x) > MAX_TOKENS)
 
 

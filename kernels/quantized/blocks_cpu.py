@@ -5,18 +5,21 @@ Few rows are multiplied with the codes as they lie; the weight is never in memor
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..activation.activation import gated_activation
+from ..activation.activation import gated_activation, kind, limit_units
 from ..cpp import ops
 from ..cpp.scratch import Scratch
-from . import int8_planes_cpu, target
-from .cpu_layouts import Packed
+from . import target
+from .cpu_layouts import RUN, Packed
 
 MAX_ROWS = 64  # at once: their int8 planes stay in the cache
+RUN_BYTES = {torch.float32: 124, torch.bfloat16: 92}  # of a run of a row in int8 planes, with its Sums (int8_planes.h)
 
 
 class Gated(NamedTuple):
@@ -34,18 +37,40 @@ def takes(x: Tensor) -> bool:
 
 def supports(x: Tensor) -> bool:
     """x [T, I]; whether operations take it, and are faster than a GEMM of the dequantised weight."""
-    return x.dtype in ops.SUFFIXES and x.stride(1) == 1 and 0 < len(x) <= int8_planes_cpu.max_rows(x.dtype)
+    return x.dtype in ops.SUFFIXES and x.stride(1) == 1 and 0 < len(x) <= max_rows(x.dtype)
+
+
+def max_rows(dtype: torch.dtype) -> int:
+    """Up to how many rows x of a dtype in int8 planes is faster than a GEMM of the dequantised weight, on this
+    processor."""
+    return _most_rows(ops.libraries()["int8_planes_cpu"], ops.SUFFIXES[dtype])
+
+
+@functools.cache
+def _most_rows(library: ctypes.CDLL, suffix: str) -> int:
+    return ctypes.c_int64.in_dll(library, f"max_rows_{suffix}").value
+
+
+def _planes(x: Tensor, scratch: Scratch) -> Tensor:
+    """Memory for x [T, I] as int8 planes: uint8 [T, bytes]."""
+    return scratch.empty(x, (len(x), x.shape[1] // RUN * RUN_BYTES[x.dtype]), torch.uint8)
+
+
+def _split(x: Tensor, planes: Tensor, offsets: Tensor | None = None, experts: int = 0) -> ops.Call:
+    """The operation that makes int8 planes of x [T, I]. offsets int32 [experts + 1]: its first and last bound the rows;
+    None: all."""
+    return ops.typed("int8_planes_cpu", "split", x.dtype), (x, offsets, planes, *x.shape, x.stride(0), experts)
 
 
 def linear(x: Tensor, of: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """[T, O], or gated [T, O / 2], where it supports; sums are f32."""
     y, scratch = x.new_empty(len(x), of.outputs), Scratch(len(x))
     multiply = ops.typed(of.layout.source, f"{of.layout.name}_linear", x.dtype)
-    calls: list[tuple[ops.Op, tuple[ops.Value, ...]]] = []
+    calls: list[ops.Call] = []
     for some, made in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
-        planes = int8_planes_cpu.empty(some, scratch)
+        planes = _planes(some, scratch)
         sizes = len(some), of.inputs, of.outputs, x.stride(0), of.layout.inputs, of.layout.zero
-        calls += int8_planes_cpu.split(some, planes), (multiply, (some, planes, of.blocks, bias, made, *sizes))
+        calls += _split(some, planes), (multiply, (some, planes, of.blocks, bias, made, *sizes))
     ops.run(*calls)
     return gated_activation(y, gate) if gate else y
 
@@ -58,11 +83,12 @@ def experts(
     experts, each filled up to whole blocks. sizes: experts, O. ends int32 [experts + 1]: where each one's rows begin.
     bias [experts, O]. at int64 [experts]: which of the stack's weights is each one's, where it is not its own number.
     gated: what x is made of first."""
-    (count, outputs), planes = sizes, int8_planes_cpu.empty(x, scratch)
+    (count, outputs), planes = sizes, _planes(x, scratch)
     if gated is None:
-        split = int8_planes_cpu.split(x, planes, offsets, count)
+        split = _split(x, planes, offsets, count)
     else:
-        split = int8_planes_cpu.split_gated(*gated, x, planes, offsets, count)
+        values = gated.both, offsets, x, planes, x.shape[1], count, limit_units(gated.act)
+        split = ops.typed("int8_planes_cpu", f"split_gated_{kind(gated.act)}", x.dtype), values
     dims = count, of.inputs, outputs, x.stride(0), of.layout.inputs, of.layout.zero
     multiply = ops.typed(of.layout.source, f"{of.layout.name}_experts", x.dtype)
     return split, (multiply, (x, planes, of.blocks, bias, offsets, at, scratch.taken, y, *dims))

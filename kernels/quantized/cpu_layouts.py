@@ -78,8 +78,10 @@ def pack(layout: Layout, codes: Tensor, **tables: Tensor) -> Packed:
         numbers = one.in_order(tables[one.name])
         blocks[..., first : first + one.bytes].view(numbers.dtype).copy_(numbers)
         first += one.bytes
-    run = table.bytes // layout.tables.times
-    packing_cpu.put_codes(codes, blocks, first, run, table.bits, table.flipped)
+    (outputs, inputs), (_, groups, group) = codes.shape, blocks.shape
+    sizes = inputs // RUN // groups, table.bytes // layout.tables.times, group, groups * group, table.flipped
+    op = ops.op(packing_cpu.SOURCE, "put_codes")
+    op(codes, blocks.view(-1)[first:], outputs, inputs, table.bits, *sizes)
     return Packed(blocks, len(codes), layout)
 
 

@@ -64,7 +64,10 @@ def encode(weight: Tensor, unit: int) -> tuple[Tensor, Tensor]:
 def pack(codes: Tensor, scales: Tensor) -> Packed | None:
     """codes uint8 [O, I], scales f32 [O, G]. None where a code is no number: read as f16, it would be one."""
     if packing_cpu.readable(codes):
-        blocks, numbers = packing_cpu.pack_e4m3(codes)
+        outputs, inputs = codes.shape
+        blocks, nans = codes.new_empty(-(-outputs // BLOCK), inputs, BLOCK), torch.zeros(1, dtype=torch.int64)
+        ops.op(packing_cpu.SOURCE, "pack_e4m3")(codes, blocks, nans, outputs, inputs)
+        numbers = not nans.item()
     else:
         blocks, numbers = _blocked(codes), not bool(((codes & NAN) == NAN).any())
     return Packed(blocks, _blocked(scales), len(codes)) if numbers else None

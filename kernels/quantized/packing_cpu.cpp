@@ -223,47 +223,37 @@ static void put_all_codes(const PutCodes& a, int part, int parts) {
 }
 OP(put_codes, put_all_codes, PutCodes)
 
-// Codes of `bits` in 32-bit words, the lowest first → a byte each, [outputs, inputs].
+// Codes of 4 bits in 32-bit words → a byte each, [outputs, inputs].
 struct Unpack {
     const void* words;
     void* codes;
-    int64_t outputs, inputs, bits;
+    int64_t outputs, inputs;
 };
 
 constexpr int TILE = 64;  // outputs and inputs at a time: both sides stay in the cache
 
-// Eight codes of 4 bits → a byte each.
-INLINE uint64_t apart(uint64_t x) {
-    x = (x | x << 16) & 0x0000ffff0000ffff, x = (x | x << 8) & 0x00ff00ff00ff00ff;
-    return (x | x << 4) & 0x0f0f0f0f0f0f0f0f;
-}
-
-template <int BITS> static void unpack_words(const Unpack& a, int part, int parts) {
-    constexpr int64_t each = 32 / BITS;
+// GPTQ: words [inputs / 8, outputs], codes along the inputs, the lowest bits first.
+static void unpack_along_inputs(const Unpack& a, int part, int parts) {
     Share share((a.outputs + TILE - 1) / TILE, part, parts);
     for (int64_t t = share.first; t < share.last; t++) {
         const int64_t count = a.outputs - t * TILE < TILE ? a.outputs - t * TILE : TILE;
         for (int64_t n = 0; n < a.inputs; n += TILE) {
-            const int64_t rows = ((a.inputs - n < TILE ? a.inputs - n : TILE) + each - 1) / each;
+            const int64_t rows = ((a.inputs - n < TILE ? a.inputs - n : TILE) + 7) / 8;
             // A copy: lines of the same place in rows that lie a power of two apart drive each other out of the cache.
-            uint32_t words[TILE / each][TILE];
+            uint32_t words[TILE / 8][TILE];
             for (int64_t i = 0; i < rows; i++)
-                memcpy(words[i], (const uint32_t*)a.words + (n / each + i) * a.outputs + t * TILE, count * 4);
+                memcpy(words[i], (const uint32_t*)a.words + (n / 8 + i) * a.outputs + t * TILE, count * 4);
             for (int64_t o = 0; o < count; o++) {
                 uint8_t* y = (uint8_t*)a.codes + (t * TILE + o) * a.inputs + n;
                 for (int64_t i = 0; i < rows; i++) {
-                    const uint64_t x = BITS == 4 ? apart(words[i][o]) : words[i][o];
-                    memcpy(y + i * each, &x, each);
+                    uint64_t x = words[i][o];
+                    x = (x | x << 16) & 0x0000ffff0000ffff, x = (x | x << 8) & 0x00ff00ff00ff00ff;
+                    x = (x | x << 4) & 0x0f0f0f0f0f0f0f0f;
+                    memcpy(y + i * 8, &x, 8);
                 }
             }
         }
     }
-}
-
-// GPTQ: words [inputs * bits / 32, outputs], codes along the inputs.
-static void unpack_along_inputs(const Unpack& a, int part, int parts) {
-    if (a.bits == 4) return unpack_words<4>(a, part, parts);
-    unpack_words<8>(a, part, parts);
 }
 
 // AWQ: words [inputs, outputs / 8], codes of 4 bits along the outputs, in an order of their own.

@@ -46,34 +46,10 @@ def dequantize(type: str, blocks: Tensor, supers: int, elements: int) -> Tensor:
     return made
 
 
-def put_codes(codes: Tensor, blocks: Tensor, first: int, run: int, bits: int, flip: int = 0) -> None:
-    """Write codes uint8 [O, I] of `bits` into blocks uint8 [ceil(O / 16), groups, bytes]: those of a group's first 32
-    inputs from byte `first` on, of the next ones `run` bytes behind. flip: bits that are changed, of what fills up the
-    last block too."""
-    (outputs, inputs), (_, groups, group) = codes.shape, blocks.shape
-    sizes = inputs // 32 // groups, run, group, groups * group
-    ops.op(SOURCE, "put_codes")(codes, blocks.view(-1)[first:], outputs, inputs, bits, *sizes, flip)
-
-
-def unpack_along_inputs(words: Tensor, bits: int) -> Tensor:
-    """int32 [I * bits / 32, O], codes along the inputs → uint8 [O, I]."""
-    outputs, inputs = words.shape[1], len(words) * 32 // bits
+def unpack_words(words: Tensor, along: str) -> Tensor:
+    """Codes of 4 bits in int32 words → uint8 [O, I]. along: "inputs", of words [I / 8, O]; "outputs", of words
+    [I, O / 8] in AWQ's order."""
+    inputs, outputs = (len(words) * 8, words.shape[1]) if along == "inputs" else (len(words), words.shape[1] * 8)
     codes = torch.empty(outputs, inputs, dtype=torch.uint8)
-    ops.op(SOURCE, "unpack_along_inputs")(words, codes, outputs, inputs, bits)
+    ops.op(SOURCE, f"unpack_along_{along}")(words, codes, outputs, inputs)
     return codes
-
-
-def unpack_along_outputs(words: Tensor) -> Tensor:
-    """int32 [I, O / 8], eight codes in AWQ's order → uint8 [O, I]."""
-    outputs, inputs = words.shape[1] * 8, len(words)
-    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
-    ops.op(SOURCE, "unpack_along_outputs")(words, codes, outputs, inputs, 4)
-    return codes
-
-
-def pack_e4m3(codes: Tensor) -> tuple[Tensor, bool]:
-    """codes uint8 [O, I] → [ceil(O / 16), I, 16], and whether all are numbers."""
-    outputs, inputs = codes.shape
-    made, nans = codes.new_empty(-(-outputs // BLOCK), inputs, BLOCK), torch.zeros(1, dtype=torch.int64)
-    ops.op(SOURCE, "pack_e4m3")(codes, made, nans, outputs, inputs)
-    return made, not nans.item()

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from phalanx.kernels.cpp import compiler, ops
-from phalanx.kernels.quantized import int8_planes_cpu
+from phalanx.kernels.quantized import blocks_cpu
 from torch import Tensor
 
 COMPILER, EMULATOR, SYSROOT = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
@@ -151,7 +151,7 @@ def install() -> None:
     compiler.ctypes = SimpleNamespace(CDLL=Library)
     ops.Op.__init__ = lambda op, source, name: machine.prepare_op(op, source, name)
     ops.pack, ops.run_calls = machine.pack, machine.run_calls
-    int8_planes_cpu._most_rows = lambda library, suffix: library.number(f"max_rows_{suffix}")
+    blocks_cpu._most_rows = lambda library, suffix: library.number(f"max_rows_{suffix}")
 
 
 def pytest_sessionfinish() -> None:

@@ -153,8 +153,8 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 def unpack_transposed(packed: Tensor, bits: int) -> Tensor:
     """int32 [N, O] → codes of 4 or 8 bits along N, uint8 [O, N * 32 / bits]."""
-    if packing_cpu.takes(packed):
-        return packing_cpu.unpack_along_inputs(packed, bits)
+    if bits == 4 and packing_cpu.takes(packed):
+        return packing_cpu.unpack_words(packed, "inputs")
     return unpack(packed.t(), bits)
 
 

@@ -36,7 +36,7 @@ class Scheme(GroupedFormat):
     def decode(self, part: GroupedPart) -> tuple[Tensor, Tensor, Tensor]:
         zeros = part.spread(_in_order(part.read("qzeros")).t()).to(torch.int16)
         qweight = part.read("qweight")
-        codes = packing_cpu.unpack_along_outputs(qweight) if packing_cpu.takes(qweight) else _in_order(qweight).t()
+        codes = packing_cpu.unpack_words(qweight, "outputs") if packing_cpu.takes(qweight) else _in_order(qweight).t()
         return codes, part.spread(part.read("scales").t()), zeros
 
 

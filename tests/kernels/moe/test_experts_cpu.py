@@ -6,7 +6,7 @@ from phalanx.kernels.cpp import ops
 from phalanx.kernels.cpp.scratch import Scratch
 from phalanx.kernels.moe import host_experts, moe
 from phalanx.kernels.moe.moe import Biases, LocalExperts
-from phalanx.kernels.quantized import affine, e4m3, int8_planes_cpu
+from phalanx.kernels.quantized import affine, blocks_cpu, e4m3
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import stack
 from phalanx.kernels.quantized.super_blocks import q4_0, q4_k, q5_1, q6_k
@@ -63,7 +63,7 @@ def test_a_prompt_is_taken_in_parts(monkeypatch):
     case = given._replace(w13=w13, w2=w2)
     whole = moe.fused_experts(case)
     monkeypatch.setattr(host_experts, "MAX_ROWS", 4)
-    monkeypatch.setattr(int8_planes_cpu, "max_rows", lambda dtype: 20)
+    monkeypatch.setattr(blocks_cpu, "max_rows", lambda dtype: 20)
     parts, run = [], host_experts._experts
     monkeypatch.setattr(host_experts, "_experts", lambda one: parts.append(len(one.x)) or run(one))
     # To the bit but on AVX2 without VNNI, which converts codes to f32 from three rows on (blocks.h).
