@@ -12,7 +12,7 @@ struct Sums {
     int32_t low[2], high[2];  // of each half, sums of the first two int8 planes, and of the third
     float sums[2], scale;     // sums of x itself
 };
-static_assert(sizeof(Sums) == 28, "RUN_BYTES in int8_planes_cpu.py counts them");
+static_assert(sizeof(Sums) == 28, "RUN_BYTES in blocks_cpu.py counts them");
 
 template <typename T> constexpr int PLANES = 3;
 template <> constexpr int PLANES<bf16> = 2;

@@ -17,28 +17,27 @@ STEPS = 16  # scales that are tried
 def with_minima(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """groups f32 [..., 16 or 32], about code * scale - minimum with codes 0 to most → scales, minima [...], none below
     0."""
-    if ops.reads(groups):
-        scales, minima = groups.new_empty(2, *groups.shape[:-1])
-        ops.op("scale_search", "scale_search")(groups, scales, minima, scales.numel(), groups.shape[-1], most, STEPS)
-        return scales, minima
-    if groups.is_cuda and groups.numel() > 0:
-        from . import scale_search_triton
-
-        return scale_search_triton.with_minima(groups.contiguous(), most, STEPS)
-    return with_minima_reference(groups, most)
+    scales, minima = groups.new_empty(2, *groups.shape[:-1])
+    return (scales, minima) if _search(groups, scales, minima, most) else with_minima_reference(groups, most)
 
 
 def signed(groups: Tensor, most: int) -> Tensor:
     """groups f32 [..., 16 or 32], about code * scale with codes -most to most - 1 → scales [...] of either sign."""
+    scales = groups.new_empty(groups.shape[:-1])
+    return scales if _search(groups, scales, None, most) else signed_reference(groups, most)
+
+
+def _search(groups: Tensor, scales: Tensor, minima: Tensor | None, most: int) -> bool:
+    """By C++ or Triton; False: neither takes these."""
     if ops.reads(groups):
-        scales = groups.new_empty(groups.shape[:-1])
-        ops.op("scale_search", "scale_search")(groups, scales, None, scales.numel(), groups.shape[-1], most, STEPS)
-        return scales
+        ops.op("scale_search", "scale_search")(groups, scales, minima, scales.numel(), groups.shape[-1], most, STEPS)
+        return True
     if groups.is_cuda and groups.numel() > 0:
         from . import scale_search_triton
 
-        return scale_search_triton.signed(groups.contiguous(), most, STEPS)
-    return signed_reference(groups, most)
+        scale_search_triton.search(groups.contiguous(), scales, minima, most, STEPS)
+        return True
+    return False
 
 
 def with_minima_reference(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:

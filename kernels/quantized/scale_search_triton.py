@@ -11,24 +11,14 @@ GROUPS = 64  # of a program
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it and taken off again is whole, even at halves
 
 
-def with_minima(groups: Tensor, most: int, steps: int) -> tuple[Tensor, Tensor]:
-    """groups f32 [..., n], contiguous; n is a power of two."""
-    scales, minima = groups.new_empty(2, *groups.shape[:-1])
+def search(groups: Tensor, scales: Tensor, minima: Tensor | None, most: int, steps: int) -> None:
+    """groups f32 [..., n], contiguous; n is a power of two. Fills scales, and minima where they are wanted."""
     count = scales.numel()
-    minima_kernel[triton.cdiv(count, GROUPS),](
-        groups, scales, minima, count, groups.shape[-1], most, steps, GROUPS, num_warps=4
-    )
-    return scales, minima
-
-
-def signed(groups: Tensor, most: int, steps: int) -> Tensor:
-    """groups f32 [..., n], contiguous; n is a power of two."""
-    scales = groups.new_empty(groups.shape[:-1])
-    count = scales.numel()
-    signed_kernel[triton.cdiv(count, GROUPS),](
-        groups, scales, count, groups.shape[-1], most, steps, GROUPS, num_warps=4
-    )
-    return scales
+    grid, sizes = (triton.cdiv(count, GROUPS),), (count, groups.shape[-1], most, steps, GROUPS)
+    if minima is None:
+        signed_kernel[grid](groups, scales, *sizes, num_warps=4)
+    else:
+        minima_kernel[grid](groups, scales, minima, *sizes, num_warps=4)
 
 
 @triton.jit

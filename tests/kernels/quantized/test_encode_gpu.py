@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from phalanx.kernels.quantized import scale_search
 from phalanx.kernels.quantized.linear import dequantize
 from phalanx.kernels.quantized.stack import stack
 
@@ -14,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.mark.parametrize("size", [16, 32])
 def test_scales(size):
-    search_cases.check(scale_search, search_cases.make(size).cuda())
+    search_cases.check(search_cases.make(size).cuda())
 
 
 @pytest.mark.parametrize("name", ERRORS)

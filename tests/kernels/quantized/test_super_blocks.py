@@ -256,7 +256,7 @@ def test_layout_on_gpus(name):
 
 @pytest.mark.parametrize("size", [16, 32])
 def test_scales_are_searched_as_in_torch(isa, threads, called, size):
-    search_cases.check(scale_search, search_cases.make(size))
+    search_cases.check(search_cases.make(size))
     assert called == ["scale_search"] * 5
 
 
@@ -278,12 +278,10 @@ def test_search_compiles(arch, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.quantized import scale_search_triton
 
-    for kernel, call in (
-        ("minima_kernel", scale_search_triton.with_minima),
-        ("signed_kernel", scale_search_triton.signed),
-    ):
+    groups, scales = search_cases.make(32), torch.empty(200)
+    for kernel, minima in (("minima_kernel", scales), ("signed_kernel", None)):
         launches = Recorder()
         with monkeypatch.context() as patch:
             patch.setattr(scale_search_triton, kernel, launches)
-            call(search_cases.make(32), 15, scale_search.STEPS)
+            scale_search_triton.search(groups, scales, minima, 15, scale_search.STEPS)
         compile_launch(getattr(scale_search_triton, kernel), *launches.found[0], arch)
