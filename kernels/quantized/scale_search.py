@@ -28,7 +28,7 @@ def signed(groups: Tensor, most: int) -> Tensor:
 
 
 def _search(groups: Tensor, scales: Tensor, minima: Tensor | None, most: int) -> bool:
-    """By C++ or Triton; False: neither takes these."""
+    """Search by C++ or Triton; False: neither takes these."""
     if ops.reads(groups):
         ops.op("scale_search", "scale_search")(groups, scales, minima, scales.numel(), groups.shape[-1], most, STEPS)
         return True
