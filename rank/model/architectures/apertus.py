@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
@@ -17,7 +16,7 @@ from ..layers.feed_forward import Dense
 from ..layers.linear import ColumnParallel, RowParallel
 from ..layers.residual import Normed, Partial
 from ..shard import even, whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from . import llama
 
 CONFIG = {
@@ -56,8 +55,8 @@ class XIELU(ShardedModule):
     def __init__(self) -> None:
         super().__init__()
         self.outputs = (whole(1),)
-        self.alpha_p = nn.Parameter(torch.empty(1, device="meta"), requires_grad=False)
-        self.alpha_n = nn.Parameter(torch.empty(1, device="meta"), requires_grad=False)
+        self.alpha_p = parameter(1)
+        self.alpha_n = parameter(1)
 
     def finish(self) -> None:
         self.positive = softplus(self.alpha_p.float()).item()

@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....comm.mesh import Mesh
 from ....kernels.norm.norm import layer_norm
@@ -16,7 +15,7 @@ from ..batch import Batch
 from ..layers.residual import Normed, Partial
 from ..layers.rope import Parameters
 from ..shard import Shard, even, key_heads, whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from . import llama
 
 CONFIG = {"defaults": {"rope_theta": 500000.0}}
@@ -45,7 +44,7 @@ class HeadLayerNorms(ShardedModule):
     def __init__(self, heads: Shard, dim: int, eps: float):
         super().__init__()
         self.inputs, self.outputs, self.eps = whole(dim), (heads,), eps
-        self.weight = nn.Parameter(torch.empty(heads.width, dim, device="meta"), requires_grad=False)
+        self.weight = parameter(heads.width, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, heads, dim]."""

@@ -14,7 +14,7 @@ from .. import base
 from ..base import Count
 from ..layers.feed_forward import Experts, FeedForward
 from ..layers.moe import Router
-from ..weights.slicing import Field
+from ..weights.slicing import Field, parameter
 from . import ernie4_5, llama
 
 CONFIG = {
@@ -57,7 +57,7 @@ class CorrectedRouter(Router):
 
     def __init__(self, hidden: int, experts: int, params: RouterParams):
         super().__init__(hidden, experts, params)
-        self.e_score_correction_bias = nn.Parameter(torch.empty(1, experts, device="meta"), requires_grad=False)
+        self.e_score_correction_bias = parameter(1, experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         assert self.e_score_correction_bias is not None

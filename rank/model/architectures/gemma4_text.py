@@ -34,7 +34,7 @@ from ..layers.norm import PostNorm, RMSNorm
 from ..layers.residual import Normed, Partial, PostNormed, ResidualStream
 from ..layers.rope import Parameters
 from ..shard import whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from . import gemma2, gemma3_text
 
 CONFIG = {
@@ -181,7 +181,7 @@ class PerExpertScale(ShardedModule):
     def __init__(self, experts: int):
         super().__init__()
         self.outputs = (whole(experts),)
-        self.per_expert_scale = nn.Parameter(torch.empty(experts, device="meta"), requires_grad=False)
+        self.per_expert_scale = parameter(experts)
 
 
 class ScaledNorm(RMSNorm):
@@ -220,7 +220,7 @@ class LayerScalar(ShardedModule):
     def __init__(self) -> None:
         super().__init__()
         self.outputs = (whole(1),)
-        self.layer_scalar = nn.Parameter(torch.empty(1, device="meta"), requires_grad=False)
+        self.layer_scalar = parameter(1)
 
 
 class LayerInput(nn.Module):

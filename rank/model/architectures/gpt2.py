@@ -6,9 +6,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
 from ....errors import USAGE, FatalError
 from ....kernels.attention.attention import AttentionParams
 from ..formats import ChooseFormat
@@ -16,7 +13,7 @@ from ..formats._format import Format
 from ..formats._part import Part
 from ..formats._plain import Dense
 from ..shard import Shard
-from ..weights.slicing import Field, Source
+from ..weights.slicing import Field, Source, parameter
 from . import gpt_bigcode
 
 CONFIG = {
@@ -43,7 +40,7 @@ class TurnedPart(Part):
 
     def __init__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
         super().__init__(inputs, outputs, bias, sources)
-        self.weight = nn.Parameter(torch.empty(self.weight.shape[::-1], device="meta"), requires_grad=False)
+        self.weight = parameter(self.weight.shape[::-1])
 
     def finish(self) -> None:
         self.weight.data = self.weight.data.T.contiguous()

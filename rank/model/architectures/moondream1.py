@@ -22,7 +22,7 @@ from ..batch import Batch
 from ..shard import whole
 from ..vision import moondream1
 from ..vision._tower import FeedForward, Whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from . import phi
 
 CONFIG = {
@@ -68,7 +68,7 @@ class Frequencies(ShardedModule):
     def __init__(self, numbers: int, features: int):
         super().__init__()
         self.inputs, self.outputs = whole(numbers), (whole(features // 2),)
-        self.weight = nn.Parameter(torch.empty(numbers, features // 2, device="meta"), requires_grad=False)
+        self.weight = parameter(numbers, features // 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, numbers] f32, from 0 to 1. Returns [T, features] of the model's dtype."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....comm.base import Comm
 from ....comm.mesh import Mesh
@@ -21,7 +21,7 @@ from ....kernels.rope.rope import CosSin, CurrentKV, KVCache, QKNorm, apply_rota
 from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..shard import Shard, even, whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from .linear import ColumnParallel
 from .residual import Normed
 
@@ -138,7 +138,7 @@ class Sinks(ShardedModule):
     def __init__(self, heads: Shard):
         super().__init__()
         self.outputs = (heads,)
-        self.weight = nn.Parameter(torch.empty(heads.width, device="meta"), requires_grad=False)
+        self.weight = parameter(heads.width)
 
 
 class ShardedRMSNorm(ShardedModule):
@@ -149,7 +149,7 @@ class ShardedRMSNorm(ShardedModule):
     def __init__(self, shard: Shard, eps: float):
         super().__init__()
         self.outputs, self.eps = (shard,), eps
-        self.weight = nn.Parameter(torch.empty(shard.width, device="meta"), requires_grad=False)
+        self.weight = parameter(shard.width)
 
 
 def norm_projections(

@@ -21,7 +21,7 @@ from ....kernels.rope.rope import CosSin, apply_rotary
 from ..batch import Batch
 from ..cache_spec import CompressedKV
 from ..shard import even, scaled, whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from .attention import Sinks
 from .indexer import IndexSizes
 from .linear import ColumnParallel, RowParallel
@@ -51,7 +51,7 @@ class PositionBias(ShardedModule):
     def __init__(self, rate: int, width: int):
         super().__init__()
         self.inputs, self.outputs = whole(rate), (whole(width),)
-        self.ape = nn.Parameter(torch.empty(rate, width, device="meta"), requires_grad=False)
+        self.ape = parameter(rate, width)
 
 
 class Compressor(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....comm.mesh import Mesh
 from ....kernels.embedding.embedding import embedding
@@ -16,7 +16,7 @@ from ....kernels.sampling.logits import finish_logits
 from ..formats import ChooseFormat
 from ..formats._part import Part
 from ..shard import even, whole
-from ..weights.slicing import Field, ShardedModule, Source
+from ..weights.slicing import Field, ShardedModule, Source, parameter
 from .linear import ColumnParallel
 from .residual import Normed
 
@@ -33,7 +33,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.tensor = mesh.tensor
         self.vocab = even(vocab_size, self.tensor.rank, self.tensor.size)
         self.inputs, self.outputs = whole(hidden_size), (self.vocab,)
-        self.weight = nn.Parameter(torch.empty(self.vocab.width, hidden_size, device="meta"), requires_grad=False)
+        self.weight = parameter(self.vocab.width, hidden_size)
         self.part: Part | None = None  # has the table, where that stays as the checkpoint has it
 
     def build(self, path: str, format_of: ChooseFormat) -> None:
@@ -67,7 +67,7 @@ class PositionEmbedding(ShardedModule):
     def __init__(self, positions: int, hidden_size: int):
         super().__init__()
         self.inputs, self.outputs = whole(hidden_size), (whole(positions),)
-        self.weight = nn.Parameter(torch.empty(positions, hidden_size, device="meta"), requires_grad=False)
+        self.weight = parameter(positions, hidden_size)
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions: [T] int64, below the table's. Returns [T, hidden]."""

@@ -18,7 +18,7 @@ from ....kernels.recurrent.gated_delta import DeltaSizes, Gates, causal_conv, ga
 from ..batch import Batch
 from ..cache_spec import RecurrentState
 from ..shard import Shard, even, scaled, whole
-from ..weights.slicing import Field, Ratio, ShardedModule
+from ..weights.slicing import Field, Ratio, ShardedModule, parameter
 from .linear import ColumnParallel, RowParallel
 from .norm import RMSNorm
 from .residual import Normed, Partial
@@ -44,8 +44,8 @@ class CausalConv(ShardedModule):
         super().__init__()
         self.outputs, self.inputs = outputs, whole(taps)
         width = sum(shard.width for shard in outputs)
-        self.weight = nn.Parameter(torch.empty(width, 1, taps, device="meta"), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(width, device="meta"), requires_grad=False) if bias else None
+        self.weight = parameter(width, 1, taps)
+        self.bias = parameter(width) if bias else None
 
     @property
     def columns(self) -> int:
@@ -64,8 +64,8 @@ class Decay(ShardedModule):
     def __init__(self, heads: Shard):
         super().__init__()
         self.outputs = (heads,)
-        self.A_log = nn.Parameter(torch.empty(heads.width, device="meta"), requires_grad=False)
-        self.dt_bias = nn.Parameter(torch.empty(heads.width, device="meta"), requires_grad=False)
+        self.A_log = parameter(heads.width)
+        self.dt_bias = parameter(heads.width)
 
 
 class ChannelDecay(Decay):
@@ -80,7 +80,7 @@ class ChannelDecay(Decay):
         )
         shape = [heads.width if axis == "o" else 1 for axis in axes]
         for name, one in (("A_log", shape), ("dt_bias", [heads.width * channels])):
-            setattr(self, name, nn.Parameter(torch.empty(one, device="meta"), requires_grad=False))
+            setattr(self, name, parameter(*one))
 
 
 class GatedDeltaNet(nn.Module):

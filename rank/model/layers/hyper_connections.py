@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..shard import whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from .norm import RMSNorm
 from .residual import Normed, ResidualStream
 
@@ -90,7 +90,7 @@ class Scale(ShardedModule):
     def __init__(self, count: int):
         super().__init__()
         self.outputs = (whole(count),)
-        self.scale = nn.Parameter(torch.empty(count, device="meta"), requires_grad=False)
+        self.scale = parameter(count)
 
 
 class Projection(ShardedModule):
@@ -103,8 +103,8 @@ class Projection(ShardedModule):
         super().__init__()
         self.sizes, self.parts, width = sizes, parts, sizes.streams * sizes.hidden
         self.inputs, self.outputs = whole(width), (whole(sum(parts)),)
-        self.fn = nn.Parameter(torch.empty(sum(parts), width, device="meta"), requires_grad=False)
-        self.base = nn.Parameter(torch.empty(sum(parts), device="meta"), requires_grad=False)
+        self.fn = parameter(sum(parts), width)
+        self.base = parameter(sum(parts))
         self.factors = Scale(len(parts))
 
     def logits(self, value: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from ....kernels.recurrent.ssd import SsdSizes, TimeSteps, ssd, ssd_norm
 from ..batch import Batch
 from ..cache_spec import RecurrentState
 from ..shard import Shard, even, key_heads, scaled, whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from .attention import ShardedRMSNorm
 from .gated_delta_net import CausalConv
 from .linear import ColumnParallel, RowParallel
@@ -49,9 +49,7 @@ class Scan(ShardedModule):
     def __init__(self, heads: Shard):
         super().__init__()
         self.outputs = (heads,)
-        self.A_log, self.dt_bias, self.D = (
-            nn.Parameter(torch.empty(heads.width, device="meta"), requires_grad=False) for _ in range(3)
-        )
+        self.A_log, self.dt_bias, self.D = (parameter(heads.width) for _ in range(3))
 
 
 # Names in checkpoints → names here.

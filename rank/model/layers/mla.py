@@ -22,7 +22,7 @@ from ..formats import ChooseFormat
 from ..formats._packed import PackedPart
 from ..formats._part import Part
 from ..shard import Shard, even, scaled, whole
-from ..weights.slicing import Field, ShardedModule, Source, stored_shape
+from ..weights.slicing import Field, ShardedModule, Source, parameter, stored_shape
 from .linear import ColumnParallel, RowParallel
 from .norm import RMSNorm
 from .residual import Normed, Partial
@@ -62,7 +62,7 @@ class HeadMatrices(ShardedModule):
         self.experts, self.inputs, self.outputs, self.sources = heads, inputs, (whole(outputs),), (source,)
         self.fields = (Field("weight", axes),)
         shape = stored_shape(self, self.fields[0])
-        self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        self.weight = parameter(shape)
 
 
 class PlainColumnParallel(ColumnParallel):

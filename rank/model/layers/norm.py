@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....kernels.norm.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ..shard import whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from .residual import Normed, PostNormed, ResidualStream
 
 
@@ -26,7 +26,7 @@ class RMSNorm(ShardedModule):
         super().__init__()
         self.outputs = (whole(size),)
         self.eps, self.offset = eps, offset
-        self.weight = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False)
+        self.weight = parameter(size)
 
     def finish(self) -> None:
         if self.offset:
@@ -55,7 +55,7 @@ class Ones(ShardedModule):
         """dtype: None for the model's."""
         super().__init__()
         self.outputs, self.dtype = (), dtype
-        self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        self.weight = parameter(shape)
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         return self.dtype or dtype
@@ -75,8 +75,8 @@ class LayerNorm(ShardedModule):
         super().__init__()
         self.outputs = (whole(size),)
         self.eps, self.offset = eps, offset
-        self.weight = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False) if bias else None
+        self.weight = parameter(size)
+        self.bias = parameter(size) if bias else None
 
     def finish(self) -> None:
         if self.offset:

@@ -17,7 +17,7 @@ from .. import base
 from ..layers.embedding import PositionEmbedding
 from ..layers.norm import LayerNorm
 from ..shard import whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from ._tower import LARGEST, FeedForward, PatchEmbedding, Whole, in_rows, normalised
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ class Embeddings(ShardedModule):
     def __init__(self, hidden: int, patch: int, patches: int, clip: bool):
         super().__init__()
         self.fields, self.outputs = (Field("class_embedding", "o"),) if clip else (), (whole(hidden),)
-        self.class_embedding = nn.Parameter(torch.empty(hidden, device="meta"), requires_grad=False) if clip else None
+        self.class_embedding = parameter(hidden) if clip else None
         self.patch_embedding = PatchEmbedding(patch, hidden, bias=not clip)
         self.position_embedding = PositionEmbedding(patches + clip, hidden)
 

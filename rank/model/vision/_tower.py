@@ -14,7 +14,7 @@ from ....kernels.activation.activation import gated_activation
 from ...vision import ImageRules
 from ..layers.linear import ColumnParallel
 from ..shard import whole
-from ..weights.slicing import Field, Ratio, ShardedModule
+from ..weights.slicing import Field, Ratio, ShardedModule, parameter
 
 LARGEST = 1 << 16  # of a size in vision_config
 
@@ -54,9 +54,9 @@ class PatchEmbedding(ShardedModule):
         self.fields = (Field("weight", axes, ratios=ratios), Field("bias", "o"), Field("second", axes, ratios=ratios))
         self.inputs, self.outputs = whole(3), (whole(outputs),)
         shape = (outputs, 3, frames, patch, patch) if frames else (outputs, 3, patch, patch)
-        self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False) if bias else None
-        self.second = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False) if second else None
+        self.weight = parameter(shape)
+        self.bias = parameter(outputs) if bias else None
+        self.second = parameter(shape) if second else None
 
     def forward(self, patches: Tensor) -> Tensor:
         """patches: [N, 3, patch, patch] f32. Returns [N, outputs]."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from ...vision.gemma3 import Rules
 from .. import base
 from ..layers.norm import RMSNorm
 from ..shard import whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from ._encoder import Encoder, SquaresTower, below
 
 
@@ -23,8 +22,7 @@ class Projector(ShardedModule):
     def __init__(self, hidden: int, outputs: int, eps: float):
         super().__init__()
         self.inputs, self.outputs = whole(hidden), (whole(outputs),)
-        weight = torch.empty(hidden, outputs, device="meta")
-        self.mm_input_projection_weight = nn.Parameter(weight, requires_grad=False)
+        self.mm_input_projection_weight = parameter(hidden, outputs)
         self.mm_soft_emb_norm = RMSNorm(hidden, eps, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ...vision import whole
 from ...vision.gemma4 import Rules
 from .. import base, shard
 from ..layers.norm import RMSNorm
-from ..weights.slicing import Field, Ratio, ShardedModule
+from ..weights.slicing import Field, Ratio, ShardedModule, parameter
 from ._tower import LARGEST, Whole, activation_of, frequencies, in_rows, normalised, rotated
 
 LIMITS = "input_min", "input_max", "output_min", "output_max"
@@ -29,7 +29,7 @@ class Clipped(ShardedModule):
         self.fields = tuple(Field(name, "o") for name in LIMITS) if clipped else ()
         self.outputs, self.linear = (shard.whole(1),), Whole(inputs, outputs, bias=False)
         for name in LIMITS if clipped else ():
-            setattr(self, name, nn.Parameter(torch.empty(1, device="meta"), requires_grad=False))
+            setattr(self, name, parameter(1))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.fields:
@@ -91,8 +91,7 @@ class PatchEmbedder(ShardedModule):
         super().__init__()
         self.inputs, self.outputs = shard.whole(hidden), (shard.whole(positions),)
         self.input_proj = Whole(3 * patch**2, hidden, bias=False)
-        table = torch.empty(2, positions, hidden, device="meta")
-        self.position_embedding_table = nn.Parameter(table, requires_grad=False)
+        self.position_embedding_table = parameter(2, positions, hidden)
 
     def forward(self, patches: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
         """patches: [N, 3, patch, patch] f32, whose colours stand side by side in checkpoints."""
@@ -133,7 +132,7 @@ class Encoder(ShardedModule):
         named = ("std_bias", "std_scale") if config.get("standardize") else ()
         self.fields, self.outputs = tuple(Field(name, "o") for name in named), (shard.whole(hidden),)
         for name in named:
-            setattr(self, name, nn.Parameter(torch.empty(hidden, device="meta"), requires_grad=False))
+            setattr(self, name, parameter(hidden))
 
     def pieces(self, colours: Tensor, patch: int, merge: int) -> Generator[None, None, Tensor]:
         """[tokens, hidden] f32 of colours [3, height, width] f32, row by row."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...vision import llava_next
 from .. import base
 from ..shard import whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, parameter
 from . import llava
 from ._tower import normalised
 
@@ -23,7 +23,7 @@ class RowEnd(ShardedModule):
     def __init__(self, outputs: int):
         super().__init__()
         self.outputs = (whole(outputs),)
-        self.weight = nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False)
+        self.weight = parameter(outputs)
 
 
 class Tower(llava.Tower):

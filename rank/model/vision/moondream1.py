@@ -14,7 +14,7 @@ from ...vision import whole
 from ...vision.moondream1 import Rules
 from .. import base, shard
 from ..layers.norm import LayerNorm
-from ..weights.slicing import Field, Ratio, ShardedModule
+from ..weights.slicing import Field, Ratio, ShardedModule, parameter
 from ._encoder import Layer
 from ._tower import LARGEST, FeedForward, Whole, normalised
 
@@ -30,7 +30,7 @@ class Positions(ShardedModule):
     def __init__(self, patches: int, hidden: int):
         super().__init__()
         self.inputs, self.outputs = shard.whole(hidden), (shard.whole(patches),)
-        self.weight = nn.Parameter(torch.empty(1, patches, hidden, device="meta"), requires_grad=False)
+        self.weight = parameter(1, patches, hidden)
 
 
 class Tower(base.Tower):

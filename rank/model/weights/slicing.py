@@ -141,6 +141,11 @@ class ShardedModule(nn.Module):
         return 0
 
 
+def parameter(*shape: int | tuple[int, ...], dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A parameter of a ShardedModule, without memory."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)  # type: ignore[arg-type]
+
+
 def pack_weight(layer: ShardedModule) -> None:
     """Replace `weight` by its packed form, if this device has one. The module that it is tied to keeps its own."""
     plain = layer.get_parameter("weight")
