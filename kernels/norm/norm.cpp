@@ -11,13 +11,6 @@ struct RmsNorm {
     double eps;
 };
 
-struct AddRmsNorm {
-    void *x, *residual;  // residual += x, then x = its norm
-    const void *weight, *other;  // other: is added to x before, and that rounded; null: nothing is
-    int64_t rows, size;
-    double eps;
-};
-
 struct LayerNorm {
     const void *x, *weight, *bias;  // weight and bias: null where there is none
     void* y;                        // [rows, width, size], contiguous
@@ -27,9 +20,9 @@ struct LayerNorm {
     double eps;
 };
 
-struct AddLayerNorm {
+struct AddNorm {
     void *x, *residual;                 // residual += x, then x = its norm
-    const void *weight, *bias, *other;  // other: is added to x before, and that rounded; null: nothing is
+    const void *weight, *bias, *other;  // bias: of layer norms; other: is added to x before, and that rounded; or null
     int64_t rows, size;
     double eps;
 };
@@ -98,16 +91,6 @@ template <typename T> void rms_norm(const RmsNorm& a, int part, int parts) {
         norm_row((const T*)a.x + t * a.pitch, (const T*)a.weight, (T*)a.y + t * a.size, a.size, a.eps);
 }
 
-template <typename T> void add_rms_norm(const AddRmsNorm& a, int part, int parts) {
-    Share rows(a.rows, part, parts);
-    for (int64_t t = rows.first; t < rows.last; t++) {
-        T *x = (T*)a.x + t * a.size, *residual = (T*)a.residual + t * a.size;
-        if (a.other) add_row((const T*)a.other + t * a.size, x, a.size);
-        add_row(x, residual, a.size);
-        norm_row(residual, (const T*)a.weight, x, a.size, a.eps);
-    }
-}
-
 template <typename T> void layer_norm(const LayerNorm& a, int part, int parts) {
     Share rows(a.rows * a.width, part, parts);
     for (int64_t t = rows.first; t < rows.last; t++) {
@@ -118,15 +101,21 @@ template <typename T> void layer_norm(const LayerNorm& a, int part, int parts) {
     }
 }
 
-template <typename T> void add_layer_norm(const AddLayerNorm& a, int part, int parts) {
+template <typename T, bool LAYER> void add_norm(const AddNorm& a, int part, int parts) {
     Share rows(a.rows, part, parts);
+    const T *weight = (const T*)a.weight, *bias = (const T*)a.bias;
     for (int64_t t = rows.first; t < rows.last; t++) {
         T *x = (T*)a.x + t * a.size, *residual = (T*)a.residual + t * a.size;
         if (a.other) add_row((const T*)a.other + t * a.size, x, a.size);
         add_row(x, residual, a.size);
-        layer_norm_row(residual, (const T*)a.weight, (const T*)a.bias, x, a.size, a.eps);
+        if (LAYER)
+            layer_norm_row(residual, weight, bias, x, a.size, a.eps);
+        else
+            norm_row(residual, weight, x, a.size, a.eps);
     }
 }
+template <typename T> void add_rms_norm(const AddNorm& a, int part, int parts) { add_norm<T, false>(a, part, parts); }
+template <typename T> void add_layer_norm(const AddNorm& a, int part, int parts) { add_norm<T, true>(a, part, parts); }
 
 template <typename T> void add(const Add& a, int part, int parts) {
     Share share(a.count, part, parts);
@@ -156,9 +145,9 @@ void copy_blocks(const CopyBlocks& a, int part, int parts) {
 }
 
 TYPED_OP(rms_norm, rms_norm, RmsNorm)
-TYPED_OP(add_rms_norm, add_rms_norm, AddRmsNorm)
+TYPED_OP(add_rms_norm, add_rms_norm, AddNorm)
 TYPED_OP(layer_norm, layer_norm, LayerNorm)
-TYPED_OP(add_layer_norm, add_layer_norm, AddLayerNorm)
+TYPED_OP(add_layer_norm, add_layer_norm, AddNorm)
 TYPED_OP(add, add, Add)
 TYPED_OP(scale, scale, Scale)
 OP(copy_rows, copy_rows, CopyRows)

@@ -145,7 +145,8 @@ def _add_norm(
     if not (x.is_contiguous() and residual.is_contiguous() and _same_dtype(x, residual, *affine) and ops.takes(x)):
         return None
     other = None if other is None else other.contiguous()
-    ops.typed("norm", name, x.dtype)(x, residual, *affine, other, *x.shape, float(eps))
+    weight, bias = (*affine, None)[:2]
+    ops.typed("norm", name, x.dtype)(x, residual, weight, bias, other, *x.shape, float(eps))
     return x, residual
 
 

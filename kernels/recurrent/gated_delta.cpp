@@ -6,7 +6,7 @@
 
 #include "op.h"
 #include "simd.h"
-#include "softplus.h"
+#include "recurrent.h"
 
 struct DeltaStep {
     const void* qkv;                // [tokens, pitch]: query_len of each sequence
@@ -96,27 +96,10 @@ template <typename T> INLINE void delta_token(const DeltaStep& a, int64_t token,
 }
 
 template <typename T> void delta_step(const DeltaStep& a, int part, int parts) {
-    Share heads(a.sequences * a.value_heads, part, parts);
-    int64_t size = a.key * a.value;
-    for (int64_t i = heads.first; i < heads.last; i++) {
-        int64_t sequence = i / a.value_heads, head = i % a.value_heads, token = sequence * a.query_len;
-        if (a.rows[sequence] < 0) {
-            for (int64_t j = 0; j < a.query_len; j++)
-                memset((T*)a.out + ((token + j) * a.value_heads + head) * a.value, 0, a.value * sizeof(T));
-            continue;
-        }
-        int64_t position = a.lengths[sequence] - a.query_len;  // of the first token
-        auto entry = [&](int64_t position) {
-            return a.state + ((a.rows[sequence] * a.entries + position % a.entries) * a.value_heads + head) * size;
-        };
-        const float* before = position > 0 ? entry(position - 1) : entry(0);
-        if (position <= 0) memset(entry(0), 0, size * sizeof(float));
-        for (int64_t j = 0; j < a.query_len; j++) {
-            float* state = entry(position + j);
-            delta_token<T>(a, token + j, head, before, state);
-            before = state;
-        }
-    }
+    walk_states<T>(a, a.value_heads, a.key * a.value, a.value, part, parts,
+                   [&](int64_t token, int64_t head, const float* before, float* state) {
+                       delta_token<T>(a, token, head, before, state);
+                   });
 }
 
 struct GatedNorm {

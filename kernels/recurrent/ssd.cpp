@@ -3,7 +3,7 @@
 
 #include "op.h"
 #include "simd.h"
-#include "softplus.h"
+#include "recurrent.h"
 
 struct SsdStep {
     const void* xbc;                    // [tokens, pitch]: query_len of each sequence
@@ -44,27 +44,10 @@ template <typename T> INLINE void ssd_token(const SsdStep& a, int64_t token, int
 }
 
 template <typename T> void ssd_step(const SsdStep& a, int part, int parts) {
-    Share heads(a.sequences * a.heads, part, parts);
-    int64_t size = a.size * a.head_dim;
-    for (int64_t i = heads.first; i < heads.last; i++) {
-        int64_t sequence = i / a.heads, head = i % a.heads, token = sequence * a.query_len;
-        if (a.rows[sequence] < 0) {
-            for (int64_t j = 0; j < a.query_len; j++)
-                memset((T*)a.out + ((token + j) * a.heads + head) * a.head_dim, 0, a.head_dim * sizeof(T));
-            continue;
-        }
-        int64_t position = a.lengths[sequence] - a.query_len;  // of the first token
-        auto entry = [&](int64_t position) {
-            return a.state + ((a.rows[sequence] * a.entries + position % a.entries) * a.heads + head) * size;
-        };
-        const float* before = position > 0 ? entry(position - 1) : entry(0);
-        if (position <= 0) memset(entry(0), 0, size * sizeof(float));
-        for (int64_t j = 0; j < a.query_len; j++) {
-            float* state = entry(position + j);
-            ssd_token<T>(a, token + j, head, before, state);
-            before = state;
-        }
-    }
+    walk_states<T>(a, a.heads, a.size * a.head_dim, a.head_dim, part, parts,
+                   [&](int64_t token, int64_t head, const float* before, float* state) {
+                       ssd_token<T>(a, token, head, before, state);
+                   });
 }
 
 struct SsdNorm {

@@ -99,8 +99,14 @@ class Args:
 
     @property
     def draft_layer(self) -> int:
-        """The index of a layer that is of the kind of those that predict further tokens."""
-        return self.num_hidden_layers - 1
+        """The index of a layer that is of the kind of those that predict further tokens: they have full attention, of
+        which there may be none next to them."""
+        full = (index for index in reversed(range(self.num_hidden_layers)) if not self.linear(index))
+        return next(full, self.num_hidden_layers - 1)
+
+    def linear(self, index: int) -> bool:
+        """Whether a layer has a recurrent state in the place of attention."""
+        return False
 
     def rope(self, index: int) -> Parameters:
         """The rope parameters of a layer."""

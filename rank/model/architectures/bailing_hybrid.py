@@ -62,11 +62,6 @@ class Args(glm4_moe_lite.Args):
         return layer_type(self.layer_types, index, usual, (FULL, LINEAR)) == LINEAR
 
     @property
-    def draft_layer(self) -> int:
-        full = (index for index in reversed(range(self.num_hidden_layers)) if not self.linear(index))
-        return next(full, self.num_hidden_layers - 1)
-
-    @property
     def delta_net(self) -> DeltaNetShape:
         heads, dim = self.num_attention_heads, self.linear_head_dim
         floor = self.kda_lower_bound if self.kda_safe_gate else 0.0

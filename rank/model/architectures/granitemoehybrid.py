@@ -49,14 +49,8 @@ class Args(granite.Args):
         base.expect("mamba_d_head", self.mamba_d_head, "auto", inner // self.mamba_n_heads)
 
     def linear(self, index: int) -> bool:
-        """Whether a layer has Mamba-2."""
         kind = layer_type(self.layer_types, index, LINEAR, (FULL, LINEAR, *KINDS))
         return KINDS.get(kind, kind) == LINEAR
-
-    @property
-    def draft_layer(self) -> int:
-        full = (index for index in reversed(range(self.num_hidden_layers)) if not self.linear(index))
-        return next(full, self.num_hidden_layers - 1)
 
     def feed_forward(self, index: int) -> FeedForward:
         shared, experts = self.shared_intermediate_size, self.num_local_experts

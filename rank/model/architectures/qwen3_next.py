@@ -43,15 +43,8 @@ class HybridArgs(llama.Args):
         base.expect("attn_output_gate", self.attn_output_gate, True)
 
     def linear(self, index: int) -> bool:
-        """Whether a layer has a gated delta net."""
         usual = LINEAR if (index + 1) % self.full_attention_interval else FULL
         return layer_type(self.layer_types, index, usual, (FULL, LINEAR)) == LINEAR
-
-    @property
-    def draft_layer(self) -> int:
-        """Layers that predict further tokens have full attention, of which there may be none next to them."""
-        full = (index for index in reversed(range(self.num_hidden_layers)) if not self.linear(index))
-        return next(full, self.num_hidden_layers - 1)
 
     @property
     def delta_net(self) -> DeltaNetShape:

@@ -21,7 +21,7 @@ from ....kernels.rope.rope import CosSin, CurrentKV, KVCache, QKNorm, apply_rota
 from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..shard import Shard, even, whole
-from ..weights.slicing import Field, ShardedModule, parameter
+from ..weights.slicing import Field, Vector
 from .linear import ColumnParallel
 from .residual import Normed
 
@@ -130,26 +130,18 @@ class HeadGates(ColumnParallel):
         return scale_by_sigmoid(heads, gates.reshape(-1, 1)).view(out.shape)
 
 
-class Sinks(ShardedModule):
+class Sinks(Vector):
     """A logit of each of this rank's heads, which takes part in the softmax and has no value."""
 
     fields = (Field("weight", "o", torch.float32),)
 
-    def __init__(self, heads: Shard):
-        super().__init__()
-        self.outputs = (heads,)
-        self.weight = parameter(heads.width)
 
-
-class ShardedRMSNorm(ShardedModule):
+class ShardedRMSNorm(Vector):
     """An RMS norm over all heads of a projection, of which this rank has some: QK norm as OLMo 2 has it."""
 
-    fields = (Field("weight", "o"),)
-
     def __init__(self, shard: Shard, eps: float):
-        super().__init__()
-        self.outputs, self.eps = (shard,), eps
-        self.weight = parameter(shard.width)
+        super().__init__(shard)
+        self.eps = eps
 
 
 def norm_projections(

@@ -12,26 +12,30 @@ from torch import Tensor
 
 from ....kernels.norm.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ..shard import whole
-from ..weights.slicing import Field, ShardedModule, parameter
+from ..weights.slicing import Field, ShardedModule, Vector, parameter
 from .residual import Normed, PostNormed, ResidualStream
 
 
-class RMSNorm(ShardedModule):
-    """The RMS norm over the last axis."""
-
-    fields = (Field("weight", "o"),)
+class RowNorm(Vector):
+    """A norm over the last axis."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0):
-        """offset: is added to the loaded weight; 1 for Gemma, whose checkpoints store weight - 1."""
-        super().__init__()
-        self.outputs = (whole(size),)
+        """offset: is added to the loaded weight; 1 for Gemma and Nemotron, whose checkpoints store weight - 1."""
+        super().__init__(whole(size))
         self.eps, self.offset = eps, offset
-        self.weight = parameter(size)
 
     def finish(self) -> None:
         if self.offset:
             self.weight.data += self.offset
 
+    def norm(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class RMSNorm(RowNorm):
     @property
     def rms_weight(self) -> Tensor:
         return self.weight
@@ -41,9 +45,6 @@ class RMSNorm(ShardedModule):
 
     def add_norm(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, self.weight, self.eps, other)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
 
 
 class Ones(ShardedModule):
@@ -64,32 +65,20 @@ class Ones(ShardedModule):
         self.weight.data.fill_(1)
 
 
-class LayerNorm(ShardedModule):
-    """The layer norm over the last axis."""
-
+class LayerNorm(RowNorm):
     fields: tuple[Field, ...] = (Field("weight", "o"), Field("bias", "o"))
     rms_weight = None
 
     def __init__(self, size: int, eps: float, bias: bool = True, offset: float = 0.0):
-        """bias: whether there is one; Cohere's have none. offset: is added to the loaded weight; 1 for Nemotron."""
-        super().__init__()
-        self.outputs = (whole(size),)
-        self.eps, self.offset = eps, offset
-        self.weight = parameter(size)
+        """bias: whether there is one; Cohere's have none. offset: as of RowNorm."""
+        super().__init__(size, eps, offset)
         self.bias = parameter(size) if bias else None
-
-    def finish(self) -> None:
-        if self.offset:
-            self.weight.data += self.offset
 
     def norm(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def add_norm(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps, other)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
 
 
 class PostNorm(RMSNorm):

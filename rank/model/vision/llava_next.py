@@ -10,20 +10,9 @@ from torch import Tensor
 from ...vision import llava_next
 from .. import base
 from ..shard import whole
-from ..weights.slicing import Field, ShardedModule, parameter
+from ..weights.slicing import Vector
 from . import llava
 from ._tower import normalised
-
-
-class RowEnd(ShardedModule):
-    """The feature behind a row."""
-
-    fields = (Field("weight", "o"),)
-
-    def __init__(self, outputs: int):
-        super().__init__()
-        self.outputs = (whole(outputs),)
-        self.weight = parameter(outputs)
 
 
 class Tower(llava.Tower):
@@ -32,7 +21,7 @@ class Tower(llava.Tower):
     def __init__(self, args: base.SeeingArgs):
         """Raises ValueError for values that cannot be."""
         super().__init__(args)
-        self.row_end = RowEnd(args.hidden_size)
+        self.row_end = Vector(whole(args.hidden_size))  # the feature behind a row
         if self.tower.clip != (self.first == 1):
             raise ValueError("vision_feature_select_strategy leaves no square of features")
 

@@ -15,7 +15,7 @@ from ...protocol import Picture
 from ...vision import whole
 from ...vision.qwen2_5_vl import Rules
 from .. import base
-from ..layers.norm import RMSNorm
+from ..layers.norm import LayerNorm, RMSNorm
 from ._tower import LARGEST, GatedFeedForward, PatchEmbedding, Whole, frequencies, normalised, rotated
 
 EPS = 1e-6
@@ -44,12 +44,12 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int, inner: int, heads: int, activation: str):
+    def __init__(self, hidden: int, heads: int, mlp: nn.Module, norm: type[RMSNorm | LayerNorm] = LayerNorm):
         super().__init__()
-        self.norm1, self.norm2 = RMSNorm(hidden, EPS), RMSNorm(hidden, EPS)
-        self.attn, self.mlp = Attention(hidden, heads), GatedFeedForward(hidden, inner, activation)
+        self.norm1, self.norm2 = norm(hidden, EPS), norm(hidden, EPS)
+        self.attn, self.mlp = Attention(hidden, heads), mlp
 
-    def forward(self, x: Tensor, angles: Tensor, windows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, angles: Tensor, windows: Tensor | None = None) -> Tensor:
         x = x + self.attn(self.norm1(x), angles, windows)
         return x + self.mlp(self.norm2(x))
 
@@ -57,10 +57,10 @@ class Block(nn.Module):
 class Merger(nn.Module):
     """Neighbours that follow each other become one token of the text model's size."""
 
-    def __init__(self, hidden: int, count: int, outputs: int):
+    def __init__(self, hidden: int, count: int, outputs: int, norm: type[RMSNorm | LayerNorm] = RMSNorm):
         super().__init__()
         inner = hidden * count
-        self.inner, self.ln_q = inner, RMSNorm(hidden, EPS)
+        self.inner, self.ln_q = inner, norm(hidden, EPS)
         self.mlp = nn.ModuleDict({"0": Whole(inner, inner), "2": Whole(inner, outputs)})
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,9 +88,9 @@ class Tower(base.Tower):
         self.whole_layers = frozenset(config.get("fullatt_block_indexes", (7, 15, 23, 31)))
         frames, second = whole(config, "temporal_patch_size", 2, 16), bool(config.get("second_frame"))
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames, second=second)})
-        of = hidden, inner, heads, config.get("hidden_act", "silu")
-        self.depth = whole(config, "depth", 32, 1 << 10)
-        self.blocks = nn.ModuleList([Block(*of) for _ in range(self.depth)])
+        self.depth, act = whole(config, "depth", 32, 1 << 10), config.get("hidden_act", "silu")
+        mlps = (GatedFeedForward(hidden, inner, act) for _ in range(self.depth))
+        self.blocks = nn.ModuleList(Block(hidden, heads, mlp, RMSNorm) for mlp in mlps)
         self.merger = Merger(hidden, rules.merge**2, outputs)
 
     def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:

@@ -7,36 +7,13 @@ from collections.abc import Generator
 from typing import cast
 
 from torch import Tensor, nn
-from torch.nn.functional import gelu
 
 from ...vision import whole
 from ...vision.qwen2_5_vl import Rules
 from .. import base
 from ..layers.norm import LayerNorm
-from ._tower import LARGEST, FeedForward, PatchEmbedding, Whole
-from .qwen2_5_vl import EPS, Attention, patches, rotations
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int, inner: int, heads: int, activation: str):
-        super().__init__()
-        self.norm1, self.norm2 = LayerNorm(hidden, EPS), LayerNorm(hidden, EPS)
-        self.attn, self.mlp = Attention(hidden, heads), FeedForward(hidden, inner, activation)
-
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), angles, None)
-        return x + self.mlp(self.norm2(x))
-
-
-class Merger(nn.Module):
-    def __init__(self, hidden: int, count: int, outputs: int):
-        super().__init__()
-        self.inner = hidden * count
-        self.ln_q = LayerNorm(hidden, EPS)
-        self.mlp = nn.ModuleDict({"0": Whole(self.inner, self.inner), "2": Whole(self.inner, outputs)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp["2"](gelu(self.mlp["0"](self.ln_q(x).view(-1, self.inner))))
+from ._tower import LARGEST, FeedForward, PatchEmbedding
+from .qwen2_5_vl import Block, Merger, patches, rotations
 
 
 class Tower(base.Tower):
@@ -55,10 +32,10 @@ class Tower(base.Tower):
         self.rules, self.hidden, self.dim = rules, hidden, hidden // heads
         frames, second = whole(config, "temporal_patch_size", 2, 16), bool(config.get("second_frame"))
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames, second=second)})
-        self.depth = whole(config, "depth", 32, 1 << 10)
-        of = hidden, inner, heads, config.get("hidden_act", "quick_gelu")
-        self.blocks = nn.ModuleList([Block(*of) for _ in range(self.depth)])
-        self.merger = Merger(hidden, rules.merge**2, outputs)
+        self.depth, act = whole(config, "depth", 32, 1 << 10), config.get("hidden_act", "quick_gelu")
+        mlps = (FeedForward(hidden, inner, act) for _ in range(self.depth))
+        self.blocks = nn.ModuleList(Block(hidden, heads, mlp) for mlp in mlps)
+        self.merger = Merger(hidden, rules.merge**2, outputs, LayerNorm)
 
     def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""

@@ -17,9 +17,7 @@ from .. import base
 from ..layers.embedding import PositionEmbedding
 from ..layers.norm import LayerNorm
 from ._tower import LARGEST, PatchEmbedding, Whole
-from .qwen2_5_vl import Attention, in_order, patches, rotations
-
-EPS = 1e-6
+from .qwen2_5_vl import EPS, Block, in_order, patches, rotations
 
 
 class FeedForward(nn.Module):
@@ -29,17 +27,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_fc2(gelu(self.linear_fc1(x), approximate="tanh"))
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int, inner: int, heads: int):
-        super().__init__()
-        self.norm1, self.norm2 = LayerNorm(hidden, EPS), LayerNorm(hidden, EPS)
-        self.attn, self.mlp = Attention(hidden, heads), FeedForward(hidden, inner)
-
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1.norm(x), angles, None)
-        return x + self.mlp(self.norm2.norm(x))
 
 
 class Merger(nn.Module):
@@ -79,7 +66,7 @@ class Tower(base.Tower):
         frames, second = number(config, "temporal_patch_size", 2, 16), bool(config.get("second_frame"))
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames, True, second)})
         self.pos_embed = PositionEmbedding(count, hidden)
-        self.blocks = nn.ModuleList([Block(hidden, inner, heads) for _ in range(depth)])
+        self.blocks = nn.ModuleList(Block(hidden, heads, FeedForward(hidden, inner)) for _ in range(depth))
         self.merger = Merger(hidden, rules.merge**2, outputs)
         self.handed_on: list[int] = list(config.get("deepstack_visual_indexes") or ())  # layers, for the first levels
         self.levels = len(self.handed_on)

@@ -146,6 +146,17 @@ def parameter(*shape: int | tuple[int, ...], dtype: torch.dtype | None = None) -
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)  # type: ignore[arg-type]
 
 
+class Vector(ShardedModule):
+    """A number for each of this rank's outputs."""
+
+    fields: tuple[Field, ...] = (Field("weight", "o"),)
+
+    def __init__(self, outputs: Shard):
+        super().__init__()
+        self.outputs = (outputs,)
+        self.weight = parameter(outputs.width)
+
+
 def pack_weight(layer: ShardedModule) -> None:
     """Replace `weight` by its packed form, if this device has one. The module that it is tied to keeps its own."""
     plain = layer.get_parameter("weight")
