@@ -28,6 +28,7 @@ from .worker.test_drafting import GREEDY, Definition
 
 PROMPTS, MOST, WANTED = (3, 40, 17, 25), 6, 2
 RESTS = 40  # steps before the first draft
+STEP = dict(vocab=520)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def drafted(path, options, tp, pp, budget):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name, tp, pp", [
     ("qwen3", 1, 1), ("qwen3", 2, 1), ("deepseek_v3", 1, 2), ("qwen3_5_moe_text", 1, 1), ("eagle3", 2, 1),
-    ("eagle3", 1, 2), ("draft", 1, 1), ("draft", 1, 2),
+    ("eagle3", 1, 2), ("draft", 1, 1), ("draft", 1, 2), ("deepseek_v4", 1, 2), ("step3p7", 2, 1),
 ])  # fmt: skip
 def test_drafts_come_with_each_steps_tokens(made, name, tp, pp):
     """Prompts in chunks beside others that decode, replayed steps and eager ones, and blocks of earlier requests."""
@@ -144,7 +145,8 @@ def test_drafts_come_with_each_steps_tokens(made, name, tp, pp):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name, how", [
     ("qwen3", dict(sequences=12, blocks=60)), ("eagle3", {}), ("draft", {}),
-    ("draft", dict(pp=2)), ("eagle3", dict(pp=2)), pytest.param("deepseek_v3", dict(tp=2), marks=pytest.mark.long),
+    ("draft", dict(pp=2)), ("eagle3", dict(pp=2)), ("deepseek_v4", {}), ("step3p7", STEP),
+    pytest.param("deepseek_v3", dict(tp=2), marks=pytest.mark.long),
 ])  # fmt: skip
 def test_random_requests_get_the_same_tokens(made, name, how):
     """A model of random weights drafts, with all fields, grammars, aborts and preemptions."""
@@ -160,7 +162,9 @@ def test_random_requests_get_the_same_tokens(made, name, how):
     ("qwen3", dict(sequences=12, blocks=60, tp=2)), ("deepseek_v3", {}), ("qwen3_5_moe_text", {}),
     ("qwen3", dict(sequences=12, blocks=60, pp=2)), ("deepseek_v3", dict(tp=2, pp=2)),
     ("qwen3_5_moe_text", dict(pp=2)), ("eagle3", dict(tp=2)), ("draft", dict(sequences=12, blocks=60)),
-    ("eagle3", dict(tp=2, pp=2)), ("draft", dict(sequences=12, blocks=60, pp=2)), ("draft", dict(tp=2, pp=2)),
+    ("deepseek_v4", dict(tp=2)), ("deepseek_v4", dict(pp=2)), ("step3p7", STEP | dict(tp=2)),
+    ("step3p7", STEP | dict(pp=2)), ("eagle3", dict(tp=2, pp=2)),
+    ("draft", dict(sequences=12, blocks=60, pp=2)), ("draft", dict(tp=2, pp=2)),
 ])  # fmt: skip
 def test_many_requests_get_the_same_tokens(made, name, how):
     path, options = made(name)

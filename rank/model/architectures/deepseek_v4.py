@@ -88,8 +88,14 @@ class Args(base.Args):
             for ratio in self.compress_ratios:
                 base.expect("compress_ratios", ratio, *names)
             types = [names[ratio] for ratio in self.compress_ratios]
+        if index >= max(len(types), self.num_hidden_layers):  # it predicts further tokens
+            return SLIDING
         default = SPARSE if index > 1 and index % 2 else HEAVY
         return layer_type(types, index, default, (SLIDING, SPARSE, HEAVY))
+
+    @property
+    def draft_layer(self) -> int:
+        return self.num_hidden_layers
 
     def compression(self, index: int) -> Compression | None:
         kind = self.layer_type(index)
@@ -169,7 +175,7 @@ class Decoder(base.Decoder):
 
 class Model(base.Model):
     LAYER: ClassVar[type[base.Layer]] = Layer
-    DECODER, STREAM, DRAFTS = Decoder, HyperStream, False
+    DECODER, STREAM = Decoder, HyperStream
     MERGED = base.Model.MERGED | {"wq_a_wkv": ("wq_a", "wkv"), "wkv_wgate": ("wkv", "wgate")}
     LEFT_OUT = ("mtp.", "model.mtp.")
     RENAMED = {

@@ -131,7 +131,7 @@ class Decoder(deepseek_v4.Decoder):
 
 class Model(deepseek_v4.Model):
     LAYER: ClassVar[type[base.Layer]] = Layer
-    DECODER = Decoder
+    DECODER, DRAFTS = Decoder, False
     MERGED = deepseek_v3.Model.MERGED | KimiDeltaAttention.MERGED | {
         "wk_wgate_weights_proj": ("wk", "wgate", "weights_proj")
     }  # fmt: skip

@@ -54,6 +54,8 @@ class Args(ministral.Args):
     share_expert_dim: Count = 1280
     moe_router_scaling_factor: float = 1.0
     moe_router_activation: str = "sigmoid"
+    mtp_layer_types: list[str] = field(default_factory=list)  # of layers that predict further tokens
+    mtp_mlp_layer_types: list[str] = field(default_factory=list)
     swiglu_limits: Any = None  # of each layer's experts; 0 or null: none
     swiglu_limits_shared: Any = None  # of its shared expert, or of its MLP
 
@@ -63,9 +65,18 @@ class Args(ministral.Args):
         object.__setattr__(self, "query_pre_attn_scalar", self.query_pre_attn_scalar or self.head_dim)
         heads = self.num_sliding_attention_heads or self.num_attention_heads
         object.__setattr__(self, "num_sliding_attention_heads", heads)
+        for name in ("layer_types", "mlp_layer_types"):
+            types = getattr(self, name)
+            if types:  # published lists have layers that predict further tokens at their ends
+                behind = types[self.num_hidden_layers :] or getattr(self, f"mtp_{name}")
+                object.__setattr__(self, name, [*types[: self.num_hidden_layers], *behind])
         base.expect("hidden_act", self.hidden_act, "silu")
         base.expect("use_head_wise_attn_gate", self.use_head_wise_attn_gate, True)
         base.expect("moe_router_activation", self.moe_router_activation, "sigmoid")
+
+    @property
+    def draft_layer(self) -> int:
+        return self.num_hidden_layers
 
     def layer_type(self, index: int) -> str:
         return layer_type(self.layer_types, index, FULL)
@@ -104,7 +115,9 @@ class Args(ministral.Args):
 
     def activation(self, key: str, index: int) -> str:
         """The activation of a layer, by a list of limits."""
-        limit = self._of_layer(key, index, zero=True) if getattr(self, key) else 0.0
+        limits = getattr(self, key)
+        drafts = index >= self.num_hidden_layers and isinstance(limits, list) and index >= len(limits)
+        limit = self._of_layer(key, index, zero=True) if limits and not drafts else 0.0
         return limited(SILU_CLAMPED, limit, f"{key}[{index}]") if limit else "silu"
 
     def _of_layer(self, key: str, index: int, zero: bool = False) -> float:
@@ -149,7 +162,6 @@ class Layer(llama.Layer):
 
 class Model(base.Model):
     LAYER = Layer
-    DRAFTS = False
     RENAMED = {
         ".moe.gate.": ".mlp.gate.", ".moe.router_bias": ".mlp.gate.e_score_correction_bias",
         ".moe.": ".mlp.experts.", ".share_expert.": ".mlp.shared_experts.",

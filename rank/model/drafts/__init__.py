@@ -20,8 +20,8 @@ MODEL_DRAFTS = 3  # where a model guesses them
 
 
 def most_verified(kind: str, wanted: int) -> int:
-    """The most tokens of a sequence in a step. kind: of the draft model, as --speculate names it; empty: there is none.
-    wanted: --num-speculative-tokens."""
+    """Tokens of a sequence in a step with all its drafts. kind: of the draft model, as --speculate names it; empty:
+    there is none. wanted: --num-speculative-tokens."""
     return 1 + (wanted or (MODEL_DRAFTS if kind else DRAFTS))
 
 

@@ -20,8 +20,9 @@ from ....errors import USAGE, FatalError
 from .. import architectures, base
 from ..batch import Batch
 from ..config import Config
+from ..layers.hyper_connections import HyperHead, HyperStream
 from ..layers.linear import ColumnParallel
-from ..layers.residual import ResidualStream
+from ..layers.rope import RotaryEmbeddings
 from ..load import Classes
 from ..shard import whole
 from . import MOST
@@ -40,7 +41,8 @@ class Names(NamedTuple):
 
 
 def spellings(layers: int) -> list[Names]:
-    """Names that checkpoints of a model with so many layers may have: Qwen's, DeepSeek's and GLM's, MiMo's, Ling's."""
+    """Names that checkpoints of a model with so many layers may have: Qwen's, DeepSeek's and GLM's, MiMo's, Ling's,
+    Step's, DeepSeek-V4's."""
     behind, mimo = f"model.layers.{layers}", "model.mtp_layers.0"
     return [
         Names("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.layers.0", "mtp.norm"),
@@ -50,18 +52,24 @@ def spellings(layers: int) -> list[Names]:
             f"{mimo}.final_layernorm", hidden_first=True,
         ),
         Names(f"{behind}.enorm", f"{behind}.hnorm", f"{behind}.eh_proj", behind, f"{behind}.final_layernorm"),
+        Names(
+            f"{behind}.enorm", f"{behind}.hnorm", f"{behind}.eh_proj", behind, f"{behind}.transformer.shared_head.norm"
+        ),
+        Names("mtp.0.enorm", "mtp.0.hnorm", "mtp.0.e_proj", "mtp.0", "mtp.0.norm"),
     ]  # fmt: skip
 
 
 def find_names(config: Config, tensors: Collection[str]) -> Names | None:
     """The names of the head among a checkpoint's tensors; None: it ships none. Without tensors, as for dummy weights,
     config.json decides."""
-    if not architectures.find(config.model_type).Model.DRAFTS:
+    model = architectures.find(config.model_type).Model
+    if not model.DRAFTS:
         return None
-    qwens, deepseeks, *_ = known = spellings(config.num_layers)
+    qwens, deepseeks, *_, of_streams = known = spellings(config.num_layers)
     if not tensors:
+        usual = of_streams if issubclass(model.STREAM, HyperStream) else deepseeks
         of_qwen = config.raw.get("mtp_num_hidden_layers")
-        return qwens if of_qwen else deepseeks if config.raw.get("num_nextn_predict_layers") else None
+        return qwens if of_qwen else usual if config.raw.get("num_nextn_predict_layers") else None
     modules = {name.rpartition(".")[0] for name in tensors}
     known = [one for one in known if one.projection in modules]
     own = next((one for one in known if one.norm in modules), None)
@@ -79,39 +87,90 @@ class Head(Part):
     vocabulary: Tensor | None = None
 
     def make(self, args: Any, mesh: Mesh, names: Collection[str]) -> None:
-        hidden, norm = args.hidden_size, self.DECODER.final_norm
-        self.rope_of = args.draft_layer
+        norm, rope = self.DECODER.final_norm, args.rope(args.draft_layer)
+        ropes = [args.rope(index) for index in range(args.num_hidden_layers)]
+        self.rope_of = ropes.index(rope) if rope in ropes else 0
+        if rope not in ropes:
+            self.rope = RotaryEmbeddings([rope], args.head_dim, args.max_position_embeddings, self.max_model_len)
         self.embedding_norm, self.hidden_norm = norm(args), norm(args)
-        self.projection = ColumnParallel(whole(2 * hidden), (whole(hidden),), bias=False)
+        self.make_projection(args.hidden_size)
         self.model.layers["0"] = self.LAYER(args, mesh, args.draft_layer, 0)
         self.model.norm = norm(args)
 
-    def stored_path(self, path: str) -> str:
+    def make_projection(self, hidden: int) -> None:
+        self.projection = ColumnParallel(whole(2 * hidden), (whole(hidden),), bias=False)
+
+    def paths(self) -> dict[str, str]:
+        """The paths of modules here and in checkpoints."""
         names = self.NAMES
-        ours = {
+        return {
             "embedding_norm": names.embedding_norm, "hidden_norm": names.hidden_norm, "projection": names.projection,
             "model.layers.0": names.layer, "model.norm": names.norm,
         }  # fmt: skip
+
+    def stored_path(self, path: str) -> str:
+        ours = self.paths()
         found = next((one for one in ours if path == one or path.startswith(f"{one}.")), None)
         return path if found is None else ours[found] + path.removeprefix(found)
 
     def join(self, target: base.Model) -> None:
-        """Compute with the rotary tables, the head and, unless it has one, the embedding of this model from now on."""
-        embedding = self.model.embed_tokens or target.model.embed_tokens
-        assert embedding is not None
-        self._embed, self._rope = embedding.forward, target.rope.forward
-        self.read = target.normed
-        self.logits = target.lm_head.forward  # type: ignore[union-attr, method-assign, assignment]
+        """Compute with the head of this model from now on, and with its embedding and rotary tables unless there are
+        own ones."""
+        embedding, head = self.model.embed_tokens or target.model.embed_tokens, target.lm_head
+        assert embedding is not None and head is not None
+        self._embed, self._normed, self._whole_head = embedding.forward, target.normed, head.forward
+        self._rope = (self.rope if self.rope.kinds else target.rope).forward
+
+    def read(self, hidden: Tensor) -> Tensor:
+        return self._normed(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._whole_head(hidden)
 
     def forward(self, batch: Batch, before: Tensor | None) -> Tensor:  # type: ignore[override]
         assert before is not None
         halves = [self.embedding_norm(self._embed(batch.ids)), self.hidden_norm(before)]
         if self.NAMES.hidden_first:
             halves.reverse()
-        stream = ResidualStream(self.projection(torch.cat(halves, 1)))
+        return self.model.norm(self.run(self.projection(torch.cat(halves, 1)), batch))
+
+    def run(self, projected: Tensor, batch: Batch) -> Tensor:
+        """The residual stream behind the head's layer."""
+        stream = self.STREAM(projected)
         for _ in self.model.layers["0"](stream, self._rope(batch.positions)[self.rope_of], batch):
             pass
-        return self.model.norm(stream.read())
+        return stream.read()
+
+
+class StreamsHead(Head):
+    """The head of a model with hyper-connections, DeepSeek-V4's: it reads all streams before they become one, goes on
+    from its own, and has a projection for the embedding, one for each stream, and a sum of streams of its own."""
+
+    def make(self, args: Any, mesh: Mesh, names: Collection[str]) -> None:
+        super().make(args, mesh, names)
+        self.model.hc_head = HyperHead(args.hyper_sizes)
+
+    def make_projection(self, hidden: int) -> None:
+        self.projection = ColumnParallel(whole(hidden), (whole(hidden),), bias=False)
+        self.streams_projection = ColumnParallel(whole(hidden), (whole(hidden),), bias=False)
+
+    def paths(self) -> dict[str, str]:
+        layer = self.NAMES.layer
+        more = {"streams_projection": f"{layer}.h_proj", "model.hc_head": f"{layer}.hc_head"}
+        return super().paths() | more
+
+    def read(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def forward(self, batch: Batch, before: Tensor | None) -> Tensor:  # type: ignore[override]
+        assert before is not None
+        streams = self.hidden_norm(before.reshape(-1, self.hidden_size))
+        projected = self.streams_projection(streams).view(len(before), -1, self.hidden_size)
+        embedded = self.projection(self.embedding_norm(self._embed(batch.ids)))
+        return self.run((projected + embedded[:, None]).flatten(1), batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._whole_head(self.model.norm(self.model.hc_head(hidden)))
 
 
 def choose(config: Config, tensors: Collection[str]) -> Classes:
@@ -124,4 +183,5 @@ def choose(config: Config, tensors: Collection[str]) -> Classes:
             USAGE,
         )
     module = architectures.find(config.model_type)
-    return Classes(module.Args, type("Head", (Head, module.Model), {"NAMES": found}))
+    head = StreamsHead if issubclass(module.Model.STREAM, HyperStream) else Head
+    return Classes(module.Args, type("Head", (head, module.Model), {"NAMES": found}))

@@ -1,6 +1,8 @@
 """Heads for multi-token prediction: their logits equal those of the published definition, however they are cut."""
 
+import contextlib
 import functools
+import importlib
 import json
 import re
 import shutil
@@ -36,10 +38,18 @@ CASES = {
     "qwen3_5_moe_text": dict(layer_types=["full_attention"]),
     "mimo": {},
     "qwen3": {},
+    "step3p7": dict(
+        model_type="step3p5",
+        layer_types=["sliding_attention"],
+        mlp_layer_types=["dense"],
+        swiglu_limits=None,
+        swiglu_limits_shared=None,
+    ),
+    "deepseek_v4": dict(layer_types=["sliding_attention"], mlp_layer_types=["moe"]),
 }
 # Among mtp.spellings; the others' are Qwen's.
 SPELLED = dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), 1)
-SPELLED |= {"mimo": 2, "bailing_hybrid": 3}
+SPELLED |= {"mimo": 2, "bailing_hybrid": 3, "step3p7": 4, "deepseek_v4": 5}
 OPTIONS = MODELS | {
     "deepseek_v3": MODELS["deepseek_v3"] | dict(rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7)),  # as GGUF files say
     "qwen3": dict(model_type="qwen3"), "mimo": dict(model_type="qwen2"),
@@ -58,7 +68,12 @@ class Published:
         text |= {"num_hidden_layers": 1, "model_type": text.get("model_type", f"{options['model_type']}_text")}
         made = transformers.AutoConfig.for_model(**text | CASES[name])
         torch.manual_seed(1)
-        self.layer = auto_model(made).from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
+        kept = dict(dtype=torch.float32, attn_implementation="eager")
+        if name == "step3p7":  # transformers has no class for its texts alone
+            module = importlib.import_module("transformers.models.step3p7.modeling_step3p7")
+            self.layer = module.Step3p7TextModel._from_config(made, **kept).eval()
+        else:
+            self.layer = auto_model(made).from_config(made, **kept).eval()
         with torch.no_grad():
             for parameter in self.layer.parameters():
                 parameter.normal_(0, parameter.shape[-1] ** -0.5) if parameter.dim() > 1 else parameter.add_(
@@ -67,7 +82,8 @@ class Published:
             for key, buffer in self.layer.named_buffers():
                 if key.endswith("correction_bias"):
                     buffer.normal_(0, 0.3)
-        self.eps, self.offset = made.rms_norm_eps, float(name.startswith(("qwen3_next", "qwen3_5")))
+        self.eps, self.offset = made.rms_norm_eps, float(name.startswith(("qwen3_next", "qwen3_5", "step3p7")))
+        self.streams = getattr(made, "hc_mult", 0)
         hidden, layers = made.hidden_size, config.get("text_config", config)["num_hidden_layers"]
         self.names = mtp.spellings(layers)[SPELLED.get(name, 0)]
         self.norms = torch.randn(2, hidden) * 0.2 + 1 - self.offset
@@ -79,21 +95,30 @@ class Published:
         self.layer.save_pretrained(path / "head")
         found = load_file(path / "head" / "model.safetensors")
         shutil.rmtree(path / "head")
-        ours = {"model.layers.0.": f"{self.names.layer}.", "model.norm.": f"{self.names.norm}."}
+        ours = {"layers.0.": f"{self.names.layer}.", "norm.": f"{self.names.norm}."}
+        if self.streams:
+            ours["hc_head.hc_"] = f"{self.names.layer}.hc_head_"
         self.tensors = {
-            theirs + key.removeprefix(prefix): value
-            for key, value in found.items() for prefix, theirs in ours.items() if key.startswith(prefix)
+            theirs + key.removeprefix("model.").removeprefix(prefix): value
+            for key, value in found.items() for prefix, theirs in ours.items()
+            if key.removeprefix("model.").startswith(prefix)
         }  # fmt: skip
         self.tensors |= {
             f"{self.names.embedding_norm}.weight": self.norms[0].clone(),
             f"{self.names.hidden_norm}.weight": self.norms[1].clone(),
             f"{self.names.projection}.weight": self.projection,
         }
+        if self.streams:
+            both = (f"{self.names.projection}.weight", f"{self.names.layer}.h_proj.weight")
+            self.tensors |= dict(zip(both, (x.contiguous() for x in self.projection.chunk(2, 1)), strict=True))
         whole = load_file(path / "model.safetensors")
         save_file(whole | self.tensors, path / "model.safetensors", {"format": "pt"})
         config = json.loads((path / "config.json").read_text())
         if SPELLED.get(name):
-            config["num_nextn_predict_layers"] = 1
+            config.get("text_config", config)["num_nextn_predict_layers"] = 1
+        if name == "step3p7":
+            of_drafts = {f"mtp_{key}": CASES[name][key] for key in ("layer_types", "mlp_layer_types")}
+            config["text_config"] |= of_drafts
         if name == "mimo":
             config["model_type"] = name
         (path / "config.json").write_text(json.dumps(config))
@@ -105,8 +130,10 @@ class Published:
 
     @torch.no_grad()
     def hidden(self, ids: list[int]) -> Tensor:
-        """[tokens, hidden] of the model, behind its final norm."""
-        return self.text(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+        """[tokens, hidden] of the model, behind its final norm; or all streams that its norm reads a sum of."""
+        with seen(self.text.hc_head if self.streams else None) as streams:
+            normed = self.text(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+        return streams[0][0] if self.streams else normed
 
     @torch.no_grad()
     def run(self, following: list[int], before: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,13 +142,31 @@ class Published:
         def normed(x, weight):
             return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (weight + self.offset)
 
-        embedded = self.text.get_input_embeddings()(torch.tensor(following))
+        embedded, layer = self.text.get_input_embeddings()(torch.tensor(following)), self.layer
         halves = [normed(embedded, self.norms[0]), normed(before, self.norms[1])]
         if self.names.hidden_first:
             halves.reverse()
-        x = torch.cat(halves, 1) @ self.projection.T
-        hidden = self.layer.model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
-        return hidden, self.model.lm_head(hidden)
+        if self.streams:
+            halves[0] = halves[0][:, None].expand_as(halves[1])
+        x, layer = torch.cat(halves, -1) @ self.projection.T, getattr(layer, "model", layer)
+        if not self.streams:
+            hidden = layer(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
+            return hidden, self.model.lm_head(hidden)
+        given = layer.layers[0].register_forward_pre_hook(lambda _, args: (x[None], *args[1:]))
+        with seen(layer.hc_head) as streams:
+            hidden = layer(inputs_embeds=x[None, :, 0], use_cache=False).last_hidden_state[0]
+        given.remove()
+        return streams[0][0], self.model.lm_head(hidden)
+
+
+@contextlib.contextmanager
+def seen(module):
+    """What the module reads."""
+    found = []
+    hook = module and module.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    yield found
+    if hook:
+        hook.remove()
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +192,7 @@ def drafted(path, runs, tp=1, pp=1, table=None, more=()):
                 batch = make_batch([(ids[done : done + count], done, blocks)], BLOCK, caches, [row])
                 hidden = None
                 if not grid.first:
-                    hidden = torch.empty(count, model.hidden_size)
+                    hidden = torch.empty(count, model.received_size)
                     grid.pipe.recv(hidden, grid.pipe.rank - 1)
                 hidden = model([batch], hidden)
                 if not grid.last:
@@ -244,4 +289,4 @@ def test_config_decides_where_weights_are_dummies(made):
 def test_the_page_names_the_models_whose_heads_are_read():
     page = (Path(__file__).resolve().parents[4] / "docs/speculation.md").read_text()
     (row,) = re.findall(r"^\|(.*)\| `--speculate mtp`", page, re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", row)) == {name.removesuffix("_text") for name in CASES}
+    assert set(re.findall(r"`(\w+)`", row)) == {name.removesuffix("_text") for name in CASES} | {"step3p5"}
