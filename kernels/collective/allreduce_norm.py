@@ -47,15 +47,9 @@ def supports_one_way_push(x: Tensor, ranks: int) -> bool:
 
 
 def _add_norm(
-    name: str,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    peers: SymmetricMemory,
-    blocks: int = BLOCKS,
+    name: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory, blocks: int = BLOCKS,
     threads: int = THREADS,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`all_reduce_add_norm` by one kernel, with at most `blocks` <= MAX_BLOCKS blocks of `threads`."""
     assert TAKES[name](x, peers.size)
     kernel, threads = norm_kernel(name, residual, weight, peers, residual.shape[-1], threads, x)

@@ -43,14 +43,9 @@ def choose_tiles(routed: int, experts: int) -> int:
 def sizes(hidden: int, inner: int, act: str, top: int, tiles: int) -> dict[str, int]:
     """Compile-time constants of expert_mlp.cu."""
     return dict(
-        HIDDEN=hidden,
-        INNER=inner,
-        KC=_chunk(hidden, inner),
-        STAGES=stages(hidden, inner, tiles)[0],
-        TILES=tiles,
-        ACT=act_number(act),
-        TOP=top,
-    )
+        HIDDEN=hidden, INNER=inner, KC=_chunk(hidden, inner), STAGES=stages(hidden, inner, tiles)[0], TILES=tiles,
+        ACT=act_number(act), TOP=top,
+    )  # fmt: skip
 
 
 def _chunk(hidden: int, inner: int) -> int:

@@ -178,17 +178,9 @@ def combine_kernel(
 
 
 def expert_up(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    groups: Groups,
-    act: int,
-    config: TileConfig,
-    bias: Tensor | None,
-    h: Tensor,
-    gated: bool = True,
-) -> None:
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, groups: Groups, act: int, config: TileConfig,
+    bias: Tensor | None, h: Tensor, gated: bool = True,
+) -> None:  # fmt: skip
     """Fill h [routed, I], in the order of the groups: the routed tokens' weights * act(gate) * up. bias [E, 2 I]: added
     before. Not gated: w13 [E, I, H] and bias [E, I] are up's alone."""
     hidden, inner, overlap = x.shape[1], h.shape[1], overlaps(x)
@@ -201,13 +193,7 @@ def expert_up(
 
 
 def expert_down(
-    h: Tensor,
-    w2: Tensor,
-    groups: Groups,
-    config: TileConfig,
-    weights: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
+    h: Tensor, w2: Tensor, groups: Groups, config: TileConfig, weights: Tensor, bias: Tensor | None, y: Tensor
 ) -> None:
     """Fill y [routed, H], in the routed tokens' own order, of what `expert_up` makes. bias [E, H]: added, times the
     routed tokens' weights."""

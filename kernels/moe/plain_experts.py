@@ -62,12 +62,9 @@ AT_ONCE = 1 << 27  # elements that are plain at once: 256 MB in 16 bits
 
 
 def by_parts(
-    stack: Matrices,
-    groups: Groups,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    stack: Matrices, groups: Groups, bias: Tensor | None, dtype: torch.dtype,
     multiply: Callable[[Tensor, Groups, Tensor | None], object],
-) -> None:
+) -> None:  # fmt: skip
     """Call multiply(weights, groups, bias) for some experts after the others, or once where the stack is not packed.
 
     The groups' places are the same in all calls. A call has the tiles of its own experts alone, whose numbers begin at

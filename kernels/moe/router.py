@@ -157,18 +157,10 @@ def blocks(rows: int, experts: int) -> tuple[int, tuple[int, int, int]]:
 def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: bool) -> dict[str, int]:
     """Compile-time constants of router.cu. together: tokens of a block."""
     return dict(
-        R=together,
-        EXPERTS=experts,
-        HIDDEN=hidden,
-        TOP=params.top_k,
-        SCORING=SCORINGS.index(params.scoring),
-        NORMALISE=int(params.normalise),
-        BIAS=int(bias),
-        WARPS=TILE_WARPS if together == TILE else WARPS,
-        GROUPS=params.groups,
-        TOP_GROUPS=params.top_groups,
-        GROUP_TOP=params.group_top,
-    )
+        R=together, EXPERTS=experts, HIDDEN=hidden, TOP=params.top_k, SCORING=SCORINGS.index(params.scoring),
+        NORMALISE=int(params.normalise), BIAS=int(bias), WARPS=TILE_WARPS if together == TILE else WARPS,
+        GROUPS=params.groups, TOP_GROUPS=params.top_groups, GROUP_TOP=params.group_top,
+    )  # fmt: skip
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:

@@ -16,15 +16,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import USAGE, FatalError
-from ....kernels.moe.moe import (
-    Biases,
-    Inputs,
-    LocalExperts,
-    Matrices,
-    expert_terms,
-    summed,
-    warm_up_rows,
-)  # fmt: skip
+from ....kernels.moe.moe import Biases, Inputs, LocalExperts, Matrices, expert_terms, summed, warm_up_rows
 from ....kernels.quantized.stack import Stack
 from ..formats import ChooseFormat, of_experts
 from ..formats._stacks import APART, ExpertLayout, StoredStack
@@ -193,16 +185,9 @@ class FusedExperts(nn.Module):
     added_bias: Tensor | None = None
 
     def __init__(
-        self,
-        hidden: int,
-        inner: int,
-        experts: int,
-        top_k: int,
-        mesh: Mesh,
-        activation: str = "silu",
-        layout: ExpertLayout = APART,
-        gated: bool = True,
-    ):
+        self, hidden: int, inner: int, experts: int, top_k: int, mesh: Mesh, activation: str = "silu",
+        layout: ExpertLayout = APART, gated: bool = True,
+    ):  # fmt: skip
         """top_k: experts of a token. activation: the kernels' name. gated: whether experts have a gate; else
         `gate_up_proj` is up alone. Raises FatalError where a rank would have none."""
         super().__init__()

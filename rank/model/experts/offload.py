@@ -59,13 +59,9 @@ ON_DEVICE = OffloadOptions()
 
 
 def overflowing(
-    model: nn.Module,
-    memory: Callable[[], int],
-    room: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
+    model: nn.Module, memory: Callable[[], int], room: int | None, dtype: torch.dtype, device: torch.device,
     world: HostComm,
-) -> OffloadOptions:
+) -> OffloadOptions:  # fmt: skip
     """This rank's experts that go to host memory, unless the user chose them: nothing where all ranks' weights
     fit, and never on CPUs.
 

@@ -96,16 +96,9 @@ class MoE(nn.Module):
     """The weighted sum of k experts of each token. A subclass may add an expert that all tokens visit."""
 
     def __init__(
-        self,
-        hidden: int,
-        inner: int,
-        experts: int,
-        params: RouterParams,
-        mesh: Mesh,
-        act: str = "silu",
-        layout: ExpertLayout = APART,
-        gated: bool = True,
-    ):
+        self, hidden: int, inner: int, experts: int, params: RouterParams, mesh: Mesh, act: str = "silu",
+        layout: ExpertLayout = APART, gated: bool = True,
+    ):  # fmt: skip
         """inner: of one expert. act: the activation's name in config.json. layout: of the experts' tensors. gated:
         whether experts have a gate. Raises FatalError where a token is to visit more experts than there are, or than
         its groups have."""

@@ -38,13 +38,9 @@ def places(groups: Groups, expert: int) -> slice:
 
 
 def check_codes(
-    found: tuple[Tensor, Tensor, Tensor],
-    x: Tensor,
-    groups: Groups,
-    weights: Tensor,
-    top: int,
+    found: tuple[Tensor, Tensor, Tensor], x: Tensor, groups: Groups, weights: Tensor, top: int,
     want: tuple[Tensor, Tensor],
-) -> None:
+) -> None:  # fmt: skip
     """Codes, scales and weights by place, where want are those of the rows of x."""
     last = int(groups.offsets[-1])
     sorted_ids = groups.sorted_ids[:last].long()
@@ -67,11 +63,9 @@ def check_up(h: Tensor, x: Tensor, weights: Tensor, groups: Groups, up: Tensor, 
         both = rounded(x[routed // top]) @ up[e].T + (0 if bias is None else bias[e].double())
         want = gated_activation_reference(both.to(h.dtype).float(), act).double()
         near(
-            h[here],
-            want * weights.flatten()[routed].double().unsqueeze(1),
-            BOUND[h.dtype] * 2.5,
+            h[here], want * weights.flatten()[routed].double().unsqueeze(1), BOUND[h.dtype] * 2.5,
             ("up", e, len(routed)),
-        )
+        )  # fmt: skip
 
 
 def check_down(y: Tensor, h: Tensor, weights: Tensor, groups: Groups, down: Tensor, bias: Any) -> None:

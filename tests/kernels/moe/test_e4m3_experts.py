@@ -9,14 +9,7 @@ from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import moe, quantized_experts
 from phalanx.kernels.moe.group import encode_routed, group
 from phalanx.kernels.moe.moe import LocalExperts
-from phalanx.kernels.quantized import (
-    e4m3,
-    e4m3_rows,
-    e4m3_weight_only,
-    e4m3_wgmma,
-    packed_gemm,
-    target,
-)
+from phalanx.kernels.quantized import e4m3, e4m3_rows, e4m3_weight_only, e4m3_wgmma, packed_gemm, target
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.stack import Stack
 

@@ -14,18 +14,7 @@ from phalanx.kernels.norm import norm
 from ...devices import needs_tma, require_gpu
 from ..gpu import poison  # noqa: F401
 from ..programs import V2_ROUTER, V3_ROUTER
-from .cases import (
-    CASES,
-    Sizes,
-    biases,
-    make,
-    near,
-    share_of,
-    shares,
-    strided,
-    summed,
-    without_gate,
-)  # fmt: skip
+from .cases import CASES, Sizes, biases, make, near, share_of, shares, strided, summed, without_gate
 from .reference import fused_experts_reference
 
 require_gpu()

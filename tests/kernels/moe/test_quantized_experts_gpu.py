@@ -33,15 +33,7 @@ PIPELINED = [
     ("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_1"), ("int4", "int4 zeros"), ("e4m3", "e4m3"), ("mxfp4", "mxfp4"),
 ]  # fmt: skip
 WGMMA = [one for one in FORMS if one != ("e4m3", "e4m3")]
-TILES = [
-    (16, 384),
-    (16, 256),
-    (32, 384),
-    (48, 256),
-    (64, 256),
-    (96, 256),
-    (128, 256),
-]  # pairs and outputs, of the former
+TILES = [(16, 384), (16, 256), (32, 384), (48, 256), (64, 256), (96, 256), (128, 256)]  # pairs and outputs
 
 
 def quantised(weight, form):
@@ -146,15 +138,9 @@ def test_experts(tokens, up, down, dtype, bound):
 def test_experts_of_many_routed_tokens_become_plain(monkeypatch, up, down, elements, local_experts):
     monkeypatch.setattr(plain_experts, "AT_ONCE", elements)
     check(
-        QWEN._replace(tokens=400),
-        up,
-        down,
-        torch.bfloat16,
-        1e-2,
-        biased=local_experts is None,
-        local_experts=local_experts,
-        plain=True,
-    )
+        QWEN._replace(tokens=400), up, down, torch.bfloat16, 1e-2, biased=local_experts is None,
+        local_experts=local_experts, plain=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("spread", ["any", "few", "one"])
@@ -282,16 +268,9 @@ def test_experts_of_few_routed_tokens(up, down, dtype, bound):
         act = CLAMPED_SWIGLU if k == 4 else "silu"
         for local_experts in (None, *shares(40)):
             check(
-                Sizes(tokens, k, 40, hidden, inner),
-                up,
-                down,
-                dtype,
-                bound,
-                act,
-                biased=True,
-                local_experts=local_experts,
-                few=True,
-            )
+                Sizes(tokens, k, 40, hidden, inner), up, down, dtype, bound, act, biased=True,
+                local_experts=local_experts, few=True,
+            )  # fmt: skip
 
 
 def test_experts_of_gpt_oss():
@@ -303,13 +282,9 @@ def test_experts_of_gpt_oss():
 def test_experts_of_other_ranks_are_left_out(local_experts):
     for tokens in (1, 30):
         check(
-            Sizes(tokens, 3, 12, 512, 256),
-            "q4_k",
-            "q8_0",
-            torch.bfloat16,
-            1e-2,
+            Sizes(tokens, 3, 12, 512, 256), "q4_k", "q8_0", torch.bfloat16, 1e-2,
             local_experts=LocalExperts(*local_experts),
-        )
+        )  # fmt: skip
 
 
 def test_stacks_that_no_kernel_takes_are_dequantised():

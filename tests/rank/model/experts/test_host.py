@@ -21,33 +21,11 @@ from ..test_architectures import MODELS, write
 
 NAMES = ("qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")
 OTHERS = (
-    *("deepseek_v2", "glm4_moe", "glm4_moe_lite", "minimax_m2", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"),
-    *(
-        "kimi_k25",
-        "dots1",
-        "olmoe",
-        "granitemoe",
-        "gemma4_text",
-        "lfm2_moe",
-        "granitemoehybrid",
-        "ernie4_5_moe",
-        "hunyuan_v1_moe",
-        "mistral4",
-        "qwen3_vl_moe",
-        "hy_v3",
-        "deepseek_v32",
-        "deepseek_v4",
-        "glm_moe_dsa",
-        "kimi_linear",
-        "bailing_hybrid",
-        "glm5_next",
-        "step3p7",
-        "minimax_m3_vl_text",
-        "minimax_m3_vl",
-        "llama4",
-        "llama4_text",
-    ),
-)
+    "deepseek_v2 glm4_moe glm4_moe_lite minimax_m2 qwen3_next qwen3_5_moe_text qwen3_5_moe kimi_k25 dots1 olmoe "
+    "granitemoe gemma4_text lfm2_moe granitemoehybrid ernie4_5_moe hunyuan_v1_moe mistral4 qwen3_vl_moe hy_v3 "
+    "deepseek_v32 deepseek_v4 glm_moe_dsa kimi_linear bailing_hybrid glm5_next step3p7 minimax_m3_vl_text "
+    "minimax_m3_vl llama4 llama4_text"
+).split()
 ALL = 1 << 20
 ROOMS = [
     *(OffloadOptions(offload=ALL, placement=placement) for placement in ("auto", "cpu", "stream")),
