@@ -61,9 +61,9 @@ class Residency(NamedTuple):
         if not 0 < self.slots < len(self.scores):
             return None
         outside = np.where(self.slot_of < 0, self.scores, -1.0)
-        expert, local_experts = int(outside.argmax()), self.scores[self.expert_in]
-        slot = int(local_experts.argmin())
-        return (expert, slot) if above(outside[expert], local_experts[slot]) else None
+        expert, inside = int(outside.argmax()), self.scores[self.expert_in]
+        slot = int(inside.argmin())
+        return (expert, slot) if above(outside[expert], inside[slot]) else None
 
     def replace(self, slot: int, expert: int) -> int:
         """The slot holds this expert now; which one it held before."""

@@ -1,10 +1,10 @@
 """Gated feed-forward layers of which each token visits a few, and the weighted sum of what they make.
 
 The experts' matrices are stacked: w13 [E, 2 I, H] is gate over up, or [E, I, H] up alone where there is no gate; w2 is
-[E, H, I]. A routed token is a routed token: a
-token and one of its k experts; routed token p is of token p // k. On GPUs the router's choice stays on the device:
-grids are as large as the worst case asks for, and what is not needed ends at once. A routed token's weight scales what
-the first GEMM makes, so that the second one and the sum over a token's experts need it no more.
+[E, H, I]. A routed token is a token and one of its k experts; routed token p is of token p // k. On GPUs the router's
+choice stays on the device: grids are as large as the worst case asks for, and what is not needed ends at once. A routed
+token's weight scales what the first GEMM makes, so that the second one and the sum over a token's experts need it no
+more.
 
 Which kernels compute a layer follows from CANDIDATES, and so do the numbers of tokens that together use all of them.
 """
@@ -51,9 +51,8 @@ class Inputs(NamedTuple):
     w2: Matrices  # [E, H, I], likewise
     act: str = "silu"
     biases: Biases = UNBIASED  # added to what either matrix makes
-    local_experts: LocalExperts | None = (
-        None  # which experts w13 and w2 are, where they are not all; then ids are below local_experts.total
-    )
+    # Which experts w13 and w2 are, where they are not all; then ids are below local_experts.total
+    local_experts: LocalExperts | None = None
     gated: bool = True  # else w13 is [E, I, H], and what is activated is multiplied with nothing
 
     @property

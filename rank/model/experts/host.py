@@ -58,14 +58,14 @@ class HostExperts:
         self, layer: HostStack, biases: Biases, act: str, local_experts: LocalExperts, slots: Buffer, costs: Costs,
         shared: Shared, fixed: HostStack | None = None,
     ):  # fmt: skip
-        """biases: on the device, of all experts of the rank. held: the router's numbers of these. costs: of the layer's
-        format. fixed: the first ones, on the device as `layer` has the others; they are copied to the last slots."""
+        """biases: on the device, of all experts of the rank. local_experts: the router's numbers of these. costs: of the
+        layer's format. fixed: the first ones, on the device as `layer` has the others; they are copied to the last
+        slots."""
         self.sums = Sums()
         self.layer, self.act, self.slots, self.shared = layer, act, slots, shared
         self.fixed = local_experts.size - layer.stack.size
-        self.local_experts = LocalExperts(
-            local_experts.first + self.fixed, layer.stack.size, local_experts.total
-        )  # of those in host memory
+        # Of those in host memory
+        self.local_experts = LocalExperts(local_experts.first + self.fixed, layer.stack.size, local_experts.total)
         self.biases = _each(biases, lambda x: x.roll(-self.fixed, 0) if self.fixed else x)
         self.device = shared.streamer.device
         self.on_gpu = self.device.type == "cuda"
