@@ -58,8 +58,8 @@ class HostExperts:
         self, layer: HostStack, biases: Biases, act: str, local_experts: LocalExperts, slots: Buffer, costs: Costs,
         shared: Shared, fixed: HostStack | None = None,
     ):  # fmt: skip
-        """biases: on the device, of all experts of the rank. local_experts: the router's numbers of these. costs: of the
-        layer's format. fixed: the first ones, on the device as `layer` has the others; they are copied to the last
+        """biases: on the device, of all experts of the rank. local_experts: the router's numbers of these. costs: of
+        the layer's format. fixed: the first ones, on the device as `layer` has the others; they are copied to the last
         slots."""
         self.sums = Sums()
         self.layer, self.act, self.slots, self.shared = layer, act, slots, shared

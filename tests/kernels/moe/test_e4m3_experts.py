@@ -4,24 +4,20 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import moe, quantized_experts
 from phalanx.kernels.moe.group import encode_routed, group
 from phalanx.kernels.moe.moe import LocalExperts
-from phalanx.kernels.quantized import e4m3, e4m3_rows, e4m3_weight_only, e4m3_wgmma, packed_gemm, target
+from phalanx.kernels.quantized import e4m3, e4m3_rows, e4m3_weight_only, packed_gemm, target
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.stack import Stack
 
-from .. import cuda_model
-from ..cuda_model import Box
 from ..quantized import floats_cases
 from ..quantized.test_packed_gemm import make as weight_of
+from .conftest import HOPPER
 from .e4m3_cases import check_codes, check_down, check_up, stack_of
 from .reference import planned
 from .test_quantized_experts import in_types
-
-HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
 
 
 class Case(NamedTuple):
@@ -52,27 +48,6 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def launched(monkeypatch, cuda_models):
-    """Kernels run in the model, on three multiprocessors and in few stages; new tensors hold NaN."""
-
-    def kernel(source, name, dtype, shared=0, **sizes):
-        library = cuda_models.build(source, {"T": dtype, **sizes})
-
-        def launch(grid, threads, *args, shared=0, cluster=1):
-            assert cluster == 1 and (source == "e4m3_routed" or grid[0] <= 3)
-            weights = next(one for one in args if isinstance(one, torch.Tensor) and one.dtype == torch.uint8)
-            cuda_model.launch(library, grid, threads, args, weights, seed=grid[0])
-
-        return launch
-
-    monkeypatch.setattr(jit, "kernel", kernel)
-    monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
-    monkeypatch.setattr(quantized_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
-    monkeypatch.setattr(e4m3_wgmma, "MAX_STAGES", 4)
-    cuda_model.poison_new_tensors(monkeypatch)
-
-
 def chosen(case):
     """ids [T, k] int32."""
     among = {"any": case.experts, "few": case.k + 1, "one": case.k}[case.spread]
@@ -82,7 +57,7 @@ def chosen(case):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("case, dtype", in_types(CASES), ids=str)
-def test_experts(launched, case, dtype):
+def test_experts(on_hopper, case, dtype):
     """Blocks have several items, the ring goes round, and tiles are not whole."""
     torch.manual_seed(0)
     local_experts = case.local_experts or LocalExperts(0, case.experts, case.experts)
@@ -105,7 +80,7 @@ def test_experts(launched, case, dtype):
 
 @pytest.mark.parametrize("inputs, dtype", [(256, torch.bfloat16), (1152, torch.float16)])
 @pytest.mark.parametrize("top", [0, 3])
-def test_rows_of_routed_tokens(launched, inputs, dtype, top):
+def test_rows_of_routed_tokens(on_hopper, inputs, dtype, top):
     torch.manual_seed(0)
     ids, weights = torch.randint(0, 6, (11, 3)).int(), torch.rand(11, 3)
     groups = group(ids, 4, 16, LocalExperts(1, 4, 6))

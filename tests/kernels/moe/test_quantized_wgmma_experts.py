@@ -4,20 +4,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import quantized_experts
 from phalanx.kernels.moe.moe import Biases, Inputs, LocalExperts
 from phalanx.kernels.moe.quantized_experts import WgmmaExpertsConfig
 from phalanx.kernels.quantized.stack import Stack
 
-from .. import cuda_model
-from ..cuda_model import Box
 from ..quantized.test_packed_gemm import make as weight_of
+from .conftest import HOPPER
 from .reference import fused_experts_reference, planned
 from .test_quantized_experts import in_types, stack_of
-
-HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
 
 
 class Case(NamedTuple):
@@ -50,30 +46,8 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def launched(monkeypatch, cuda_models):
-    """Kernels run in the model, on three multiprocessors and in few stages; new tensors hold NaN."""
-
-    def kernel(source, name, dtype, shared=0, **sizes):
-        library = cuda_models.build(source, {"T": dtype, **sizes})
-
-        def launch(grid, threads, *args, shared=0, cluster=1):
-            assert cluster == 1 and (source == "gather_routed" or grid[0] <= 3)
-            tensors = [one for one in args if isinstance(one, torch.Tensor)]
-            weights = next((one for one in tensors if one.dtype == torch.uint8), tensors[0])
-            cuda_model.launch(library, grid, threads, args, weights, seed=grid[0])
-
-        return launch
-
-    monkeypatch.setattr(jit, "kernel", kernel)
-    monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
-    monkeypatch.setattr(quantized_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
-    monkeypatch.setattr(quantized_experts, "MAX_STAGES", 3)
-    cuda_model.poison_new_tensors(monkeypatch)
-
-
 @pytest.mark.parametrize("case, dtype", in_types(CASES), ids=str)
-def test_experts(launched, case, dtype):
+def test_experts(on_hopper, case, dtype):
     """Blocks have several items, the ring goes round, and tiles are not whole."""
     torch.manual_seed(0)
     local_experts = case.local_experts or LocalExperts(0, case.experts, case.experts)

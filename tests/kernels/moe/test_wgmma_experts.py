@@ -5,18 +5,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import moe, plain_experts
 from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import LocalExperts
 
-from .. import cuda_model
-from ..cuda_model import Box
 from .cases import Sizes, biases, encoded, make, near, share_of
+from .conftest import HOPPER
 from .reference import fused_experts_reference
-
-HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
 
 
 class Case(NamedTuple):
@@ -35,27 +31,6 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def launched(monkeypatch, cuda_models):
-    """Kernels run in the model, on three multiprocessors and in two stages; new tensors hold NaN."""
-
-    def kernel(source, name, dtype, shared=0, **sizes):
-        library = cuda_models.build(source, {"T": dtype, **sizes})
-
-        def launch(grid, threads, *args, shared=0, cluster=1):
-            assert cluster == 1 and (source == "gather_routed" or grid[0] <= 3)
-            weights = next(one for one in args if isinstance(one, torch.Tensor))
-            cuda_model.launch(library, grid, threads, args, weights, seed=grid[0])
-
-        return launch
-
-    monkeypatch.setattr(jit, "kernel", kernel)
-    monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
-    monkeypatch.setattr(plain_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
-    monkeypatch.setattr(plain_experts, "wgmma_stages", lambda rows: (2, 1024 + 2 * (rows + 256) * 128))
-    cuda_model.poison_new_tensors(monkeypatch)
-
-
 @pytest.mark.parametrize(
     "case, dtype, bound",
     [
@@ -65,7 +40,7 @@ def launched(monkeypatch, cuda_models):
     ],
     ids=str,
 )
-def test_experts(launched, case, dtype, bound):
+def test_experts(on_hopper, case, dtype, bound):
     """Blocks have several items, the ring goes round, and tiles are not whole."""
     torch.manual_seed(0)
     given = make(case.sizes, dtype)
@@ -81,7 +56,7 @@ def test_experts(launched, case, dtype, bound):
     near(y, fused_experts_reference(given), bound * (2 if case.biased else 1))
 
 
-def test_packed_experts_become_plain_some_at_a_time(launched, monkeypatch):
+def test_packed_experts_become_plain_some_at_a_time(on_hopper, monkeypatch):
     monkeypatch.setattr(plain_experts, "AT_ONCE", 3 * 64 * 64)
     given = make(Sizes(100, 2, 5, 64, 64), torch.bfloat16)
     packed = given._replace(w13=encoded(given.w13.nan_to_num(0)), w2=encoded(given.w2.nan_to_num(0)))

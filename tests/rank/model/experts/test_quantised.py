@@ -32,6 +32,7 @@ from ..harness import distance, run_steps, tokens
 from ..stored_formats import packers
 from ..stored_formats.test_stored import awq, check_greedy, compressed_ints, gptq, marlin, refused
 from ..test_architectures import write
+from .test_host import Passed
 
 TOLERANCE = 3e-4  # of sums of 512
 WAYS = "auto", "cpu", "stream"
@@ -137,15 +138,6 @@ def test_in_host_memory(made, name):
         first = got if first is None else first
         assert torch.equal(got, first), room
     assert distance(first, want) < TOLERANCE
-
-
-class Passed:
-    """An event of a stream that computes at once."""
-
-    def record(self):
-        pass
-
-    synchronize = query = record
 
 
 @pytest.mark.parametrize("placement", WAYS)
