@@ -33,6 +33,17 @@ __device__ inline unsigned await_host(const unsigned* flag, unsigned want, unsig
     return word;
 }
 
+// A tensor of experts in host memory, or where copied ones are, and as buffers or slots have it.
+struct Part {
+    const char* there;
+    long long bytes;  // of an expert there, a multiple of 16, below 2 GB where it is repacked
+    char* here;
+    long long here_bytes;
+    const uint4* permutation;  // of nibble_permutation.py, for four bytes each; null: bytes stay as they are
+    const unsigned* flips;     // of four bytes
+    long long unit, made;      // bytes of a unit there, at most UNIT, and here: multiples of 16
+};
+
 // x [units of 16 bytes], ids and weights [routed] to the host; then the flag shows it. slots: of each of the router's
 // experts, its number among resident ones; numbers [routed]: of the routed tokens' experts.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -62,7 +73,7 @@ host_send(const uint4* x, const int* ids, const float* weights, const int* slots
 // routed token's expert; `most` where it is not in the list. first: the router's number of expert 0. given_up: no list
 // will come.
 extern "C" __global__ void __launch_bounds__(THREADS)
-host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long long* parts, const int* ids,
+host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const Part* parts, const int* ids,
            int* count, long long* of, int* slots, int* numbers, int tensors, int routed, int most, int first) {
     __shared__ int experts[THREADS], listed;
     grid_wait();
@@ -96,11 +107,11 @@ host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long
     constexpr int AHEAD = 4;
     const int step = gridDim.x * THREADS, begin = blockIdx.x * THREADS + threadIdx.x;
     for (int t = 0; t < tensors; t++) {
-        const long long bytes = parts[3 * t + 1];
+        const long long bytes = parts[t].bytes;
         const int units = (int)(bytes / 16);
         for (int e = 0; e < listed; e++) {
-            const char* const from = (const char*)parts[3 * t] + experts[e] * bytes;
-            uint4* const to = (uint4*)(parts[3 * t + 2] + e * bytes);
+            const char* const from = parts[t].there + experts[e] * bytes;
+            uint4* const to = (uint4*)(parts[t].here + e * bytes);
             for (int i = begin; i < units; i += AHEAD * step) {
                 uint4 some[AHEAD];
 #pragma unroll
@@ -123,7 +134,8 @@ host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long
 // each slot.
 struct Adopted {
     const int *count, *slots;
-    const long long *of, *parts;
+    const long long* of;
+    const Part* parts;
     int* table;
     long long* expert_in;
     int tensors, first, none;
@@ -135,9 +147,9 @@ __device__ inline void adopt(const Adopted& a, int block, int blocks) {
         const int slot = a.slots[i];
         if (slot < 0) continue;
         for (int t = 0; t < a.tensors; t++) {
-            const long long bytes = a.parts[3 * t + 1];
-            const uint4* const from = (const uint4*)(a.parts[3 * t] + i * bytes);
-            uint4* const to = (uint4*)(a.parts[3 * t + 2] + slot * bytes);
+            const long long bytes = a.parts[t].bytes;
+            const uint4* const from = (const uint4*)(a.parts[t].there + i * bytes);
+            uint4* const to = (uint4*)(a.parts[t].here + slot * bytes);
             for (int j = begin; j < (int)(bytes / 16); j += step) to[j] = from[j];
         }
         fence_tma_reads();  // as in host_fetch
@@ -187,7 +199,7 @@ __device__ inline void add_up(const T* resident, const T* copied, const Made& ma
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_collect(const T* resident, const T* copied, const float* own, const float* owed, T* y, unsigned* state,
              unsigned* flag, unsigned* late, int n, const int* count, const int* slots, const long long* of,
-             const long long* parts, int* table, long long* expert_in, int tensors, int first, int none) {
+             const Part* parts, int* table, long long* expert_in, int tensors, int first, int none) {
     grid_wait();
     const int blocks = (n + 4 * THREADS - 1) / (4 * THREADS);
     if (blockIdx.x >= blocks) {
@@ -217,24 +229,13 @@ __device__ inline unsigned moved(const unsigned char* unit, unsigned both) {
     return (unit[low >> 1] >> low % 2 * 4 & 15) | (unit[high >> 1] >> high % 2 * 4 & 15) << 4;
 }
 
-// A tensor of experts in host memory, and as slots have it.
-struct Arriving {
-    const char* there;
-    long long bytes;  // of an expert there, a multiple of 16, below 2 GB
-    char* slots;
-    long long slot_bytes;
-    const uint4* permutation;     // of nibble_permutation.py, for four bytes each; null: bytes stay as they are
-    const unsigned* flips;  // of four bytes
-    long long unit, made;   // bytes of a unit there, at most UNIT, and in a slot: multiples of 16
-};
-
 // An expert from host memory to its slot, repacked on the way.
-__device__ inline void bring(const Arriving* parts, int tensors, int expert, int slot, int block, int blocks) {
+__device__ inline void bring(const Part* parts, int tensors, int expert, int slot, int block, int blocks) {
     __shared__ uint4 some[UNIT / 16];
     for (int t = 0; t < tensors; t++) {
-        const Arriving a = parts[t];
+        const Part a = parts[t];
         const char* from = a.there + expert * a.bytes;
-        char* to = a.slots + slot * a.slot_bytes;
+        char* to = a.here + slot * a.here_bytes;
         if (!a.permutation) {
             for (int i = block * THREADS + threadIdx.x; i < a.bytes / 16; i += blocks * THREADS)
                 ((uint4*)to)[i] = stream16(from + i * 16ll);
@@ -262,7 +263,7 @@ __device__ inline void bring(const Arriving* parts, int tensors, int expert, int
 // in it, which becomes resident, as with `adopt`: blocks behind those of y bring it while the CPU computes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_collect_only(const T* resident, const float* own, const float* owed, T* y, unsigned* state, unsigned* flag,
-                  const unsigned* list, int n, const Arriving* parts, int* table, long long* expert_in, int tensors,
+                  const unsigned* list, int n, const Part* parts, int* table, long long* expert_in, int tensors,
                   int first, int none) {
     __shared__ unsigned entry;
     grid_wait();

@@ -37,6 +37,7 @@ class Part(NamedTuple):
 
     there: Tensor  # [n, ...]
     here: Tensor  # [m, ...]
+    permutation: Permutation | None = None  # how one becomes the other; None: they are the same
 
 
 class Exchange:
@@ -59,14 +60,6 @@ class Fetched(NamedTuple):
     slots: Tensor  # int32 [most] that they are to have; -1: none
 
 
-class Arriving(NamedTuple):
-    """One tensor of experts in host memory, and of slots."""
-
-    there: Tensor  # [n, ...]
-    slots: Tensor  # [m, ...]
-    permutation: Permutation | None  # how one becomes the other; None: they are the same
-
-
 class Made(NamedTuple):
     """The CPU's sums that a layer adds, [T, H] f32 in pinned memory."""
 
@@ -77,7 +70,7 @@ class Made(NamedTuple):
 class Slots(NamedTuple):
     """Slots into which `collect` puts experts that become resident."""
 
-    parts: Tensor  # `table` of what has been copied and of the slots; for `collect_only` `arrivals`
+    parts: Tensor  # `table` of what has been copied and of the slots; for `collect_only` of the host's
     table: Tensor  # int32 [experts of the router] each one's slot, or `none`
     expert_in: Tensor  # int64 [slots]
     none: int  # slots, with those that experts never leave: these are the last ones, of which nothing here knows
@@ -100,7 +93,7 @@ def takes(parts: Sequence[Part]) -> bool:
     return all(len(part.here) <= MAX_LISTED and len(part.there) < 1 << 16 for part in parts) and all(
         part.there.is_pinned() and part.there.is_contiguous() and part.there[0].nbytes % 16 == 0 == x.data_ptr() % 16
         for part in parts
-        for x in part
+        for x in part[:2]
     )
 
 
@@ -109,38 +102,29 @@ def adopts(parts: Sequence[Part]) -> bool:
     return all(
         x.is_contiguous() and 0 < len(x) < 1 << 15 and x[0].nbytes % 16 == 0 == x.data_ptr() % 16
         for part in parts
-        for x in part
+        for x in part[:2]
     )
 
 
-def table(parts: Sequence[Part], device: torch.device) -> Tensor:
-    """`fetch`'s parts."""
-    rows = [[part.there.data_ptr(), part.there[0].nbytes, part.here.data_ptr()] for part in parts]
-    return torch.tensor(rows, dtype=torch.int64).to(device)
-
-
-def arrive(parts: Sequence[Arriving]) -> bool:
+def arrive(parts: Sequence[Part]) -> bool:
     """Whether `collect_only` brings these."""
-    both = [Part(one.there, one.slots[:MAX_LISTED]) for one in parts], [Part(one.slots, one.slots) for one in parts]
-    if not takes(both[0]) or not adopts(both[1]):
+    if not takes([one._replace(here=one.here[:MAX_LISTED]) for one in parts]) or not adopts(
+        [Part(one.here, one.here) for one in parts]
+    ):
         return False
     permutation = [one.permutation for one in parts if one.permutation is not None]
     small = all(one.there[0].nbytes < 1 << 31 for one in parts)
     return small and all(one.size <= UNIT and one.size % 16 == 0 == len(one.table) % 16 for one in permutation)
 
 
-def arrivals(parts: Sequence[Arriving], device: torch.device) -> Tensor:
-    """`collect_only`'s parts."""
+def table(parts: Sequence[Part], device: torch.device) -> Tensor:
+    """Parts as kernels read them: struct Part of host_exchange.cu."""
     rows = []
-    for there, slots, permutation in parts:
-        rows.append([there.data_ptr(), there[0].nbytes, slots.data_ptr(), slots[0].nbytes, 0, 0, 0, 0])
+    for there, here, permutation in parts:
+        rows.append([there.data_ptr(), there[0].nbytes, here.data_ptr(), here[0].nbytes, 0, 0, 0, 0])
         if permutation is not None:
-            rows[-1][4:] = (
-                permutation.table.data_ptr(),
-                permutation.flips.data_ptr(),
-                permutation.size,
-                len(permutation.table),
-            )
+            moved = permutation.table.data_ptr(), permutation.flips.data_ptr()
+            rows[-1][4:] = *moved, permutation.size, len(permutation.table)
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 

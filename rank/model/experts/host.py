@@ -64,7 +64,7 @@ class HostExperts:
         self.sums = Sums()
         self.layer, self.act, self.slots, self.shared = layer, act, slots, shared
         self.fixed = local_experts.size - layer.stack.size
-        # Of those in host memory
+        # The router's numbers of those in host memory
         self.local_experts = LocalExperts(local_experts.first + self.fixed, layer.stack.size, local_experts.total)
         self.biases = _each(biases, lambda x: x.roll(-self.fixed, 0) if self.fixed else x)
         self.device = shared.streamer.device

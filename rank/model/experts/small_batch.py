@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ....kernels.moe import host_exchange, host_service
 from ....kernels.moe.host_choice import ADOPTED, Choice, Residency
-from ....kernels.moe.host_exchange import Arriving, Exchange, Made, Part, Slots
+from ....kernels.moe.host_exchange import Exchange, Made, Part, Slots
 from ....kernels.moe.host_experts import Experts, Round
 from ....kernels.moe.host_service import Layer, Step
 from ....kernels.segmented_graph import SegmentedGraph, capturing
@@ -157,9 +157,9 @@ class SmallBatch:
         device, none = self.streamer.device, slots.stack.size
         fast = self.choice.costs.cpu[0] <= DEARER * self.choice.costs.copy
         if fast and (permutation := self.streamer.permutations(self.layer)):
-            arriving = [Arriving(*of) for of in zip(self.layer.tensors, slots.tensors, permutation, strict=True)]
+            arriving = [Part(*of) for of in zip(self.layer.tensors, slots.tensors, permutation, strict=True)]
             if host_exchange.arrive(arriving):
-                self._arriving = Slots(host_exchange.arrivals(arriving, device), table, expert_in, none)
+                self._arriving = Slots(host_exchange.table(arriving, device), table, expert_in, none)
         if self.stack is None:
             return
         parts = [Part(*both) for both in zip(self._ready, slots.tensors, strict=True)]

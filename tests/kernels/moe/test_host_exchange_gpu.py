@@ -6,7 +6,7 @@ import pytest
 import torch
 from phalanx.kernels import host_memory, jit
 from phalanx.kernels.moe import host_exchange, nibble_permutation
-from phalanx.kernels.moe.host_exchange import Arriving, Exchange, Made, Part, Slots
+from phalanx.kernels.moe.host_exchange import Exchange, Made, Part, Slots
 from phalanx.kernels.moe.nibble_permutation import Permutation
 
 from ...devices import require_gpu
@@ -140,7 +140,7 @@ def arriving():
         )
         here = torch.zeros(SLOTS, units * made, dtype=torch.uint8, device="cuda")
         on_gpu = permutation and Permutation(permutation.table.cuda(), permutation.flips.cuda(), size)
-        found.append((Arriving(there, here, on_gpu), want))
+        found.append((Part(there, here, on_gpu), want))
     return found
 
 
@@ -152,8 +152,8 @@ def test_one_comes_to_stay(dtype, late):
     exchange, parts = both.exchange, arriving()
     mine = [one for one, _ in parts]
     assert host_exchange.arrive(mine)
-    slots = both.of_slots._replace(parts=host_exchange.arrivals(mine, cuda))
-    want_slots = [torch.zeros(one.slots.shape, dtype=torch.uint8) for one in mine]
+    slots = both.of_slots._replace(parts=host_exchange.table(mine, cuda))
+    want_slots = [torch.zeros(one.here.shape, dtype=torch.uint8) for one in mine]
     for turn in range(12):
         tokens = (1, 3, 16)[turn % 3]
         both.count += 1
@@ -191,7 +191,7 @@ def test_one_comes_to_stay(dtype, late):
             for slot_of_part, (_, repacked) in zip(want_slots, parts, strict=True):
                 slot_of_part[slot] = repacked[expert]
         assert torch.equal(slots.table.cpu(), both.want_table) and torch.equal(slots.expert_in.cpu(), both.want_in)
-        assert all(torch.equal(one.slots.cpu(), want) for one, want in zip(mine, want_slots, strict=True))
+        assert all(torch.equal(one.here.cpu(), want) for one, want in zip(mine, want_slots, strict=True))
 
 
 @pytest.mark.parametrize("only", [False, True])
@@ -200,7 +200,7 @@ def test_sums_that_come_a_layer_late(dtype, only):
     """Three layers a step: the first waits for nothing and adds nothing, the last one adds two layers' sums."""
     both, draw = Pair(dtype), torch.Generator().manual_seed(0)
     exchange, parts = both.exchange, [one for one, _ in arriving()]
-    slots = both.of_slots._replace(parts=host_exchange.arrivals(parts, torch.device("cuda")))
+    slots = both.of_slots._replace(parts=host_exchange.table(parts, torch.device("cuda")))
     turns = [pinned(3, HIDDEN, dtype=torch.float32) for _ in range(2)]
     hosts = [room(3, dtype) for _ in range(2)]
     for step in range(5):

@@ -31,8 +31,7 @@ class Played:
         patch.setattr(host_exchange, "supports", lambda device: True)
         patch.setattr(host_exchange, "takes", lambda parts: True)
         patch.setattr(host_exchange, "arrive", lambda parts: True)
-        for name in ("table", "arrivals"):
-            patch.setattr(host_exchange, name, lambda parts, device: parts)
+        patch.setattr(host_exchange, "table", lambda parts, device: parts)
         for name in ("send", "fetch", "collect", "collect_only"):
             patch.setattr(host_exchange, name, getattr(self, name))
         run = SmallBatch.run
@@ -84,7 +83,7 @@ class Played:
             expert, slot = entry & 0xFFFF, (entry >> 16) - 1
             for part in slots.parts:
                 assert part.permutation is None
-                part.slots[slot] = part.there[expert]
+                part.here[slot] = part.there[expert]
             self.enter(slots, expert, slot, first)
         return y
 
