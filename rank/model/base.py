@@ -532,14 +532,14 @@ class SeeingArgs(Args):
 
     vision_config: dict[str, Any] | None = None
     # No keys of config.json: config.json as it is, and the way from images to tokens.
-    whole: dict[str, Any] = dataclasses.field(default_factory=dict)
+    original: dict[str, Any] = dataclasses.field(default_factory=dict)
     rules: ImageRules | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        raw = {key: value for key, value in config.raw.items() if key not in ("rules", "whole")}
+        raw = {key: value for key, value in config.raw.items() if key not in ("rules", "original")}
         made = super().from_config(dataclasses.replace(config, raw=raw))
-        return dataclasses.replace(made, whole=config.whole, rules=find(config.path, config.whole))
+        return dataclasses.replace(made, original=config.original, rules=find(config.path, config.original))
 
 
 class SeeingModel(TextOfMultimodal):

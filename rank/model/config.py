@@ -74,7 +74,7 @@ class Config:
     dtype: str  # of the checkpoint: f32, bf16 or f16
     raw: dict[str, Any]  # config.json, converted to the newer form
     quantization: dict[str, Any]  # how the checkpoint's weights are quantised; empty: they are not
-    whole: dict[str, Any]  # config.json as it is
+    original: dict[str, Any]  # config.json as it is
     ignored_file: str  # one of QUANTIZATION_FILES that is there though the tensors are not quantised; empty: none
 
     @property
@@ -97,8 +97,8 @@ def read_config(path: str | Path) -> Config:
         raise FatalError(
             f"{path}: model type {model_type!r} is not supported; supported are {', '.join(supported())}", MODEL
         )
-    whole, raw = raw, _text_config(raw, path)
-    for key, value in (whole | raw).items():
+    original, raw = raw, _text_config(raw, path)
+    for key, value in (original | raw).items():
         if key != "text_config":
             _check_sizes(key, value, spelled(key, raw["model_type"]), path)
     quantization, ignored = raw.get("quantization_config") or raw.get("quantization"), ""
@@ -127,10 +127,10 @@ def read_config(path: str | Path) -> Config:
         num_kv_heads=kv_heads,
         head_dim=_integer(raw, "head_dim", path, default=hidden // heads),
         vocab_size=_integer(raw, "vocab_size", path),
-        max_positions=_max_positions(raw, path) + _beside(whole, model_type),
+        max_positions=_max_positions(raw, path) + _beside(original, model_type),
         dtype=raw["dtype"],
         raw=raw,
-        whole=whole,
+        original=original,
         quantization=quantization,
         ignored_file=ignored,
     )
@@ -236,9 +236,9 @@ def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     return dict.fromkeys(raw) | keys.defaults | given | renamed | {"model_type": model_type}
 
 
-def _beside(whole: dict[str, Any], model_type: str) -> int:
+def _beside(original: dict[str, Any], model_type: str) -> int:
     """Tokens of an image, where images take none of the text's positions."""
-    vision = whole.get("vision_config")
+    vision = original.get("vision_config")
     if not config_keys(model_type).images_beside or not isinstance(vision, dict):
         return 0
     size, patch = vision.get("image_size", 384), vision.get("patch_size", 16)

@@ -160,7 +160,7 @@ def squarish(tokens: int) -> tuple[int, int]:
     return rows, -(-tokens // rows)
 
 
-def whole(values: dict[str, Any], key: str, default: int, most: int = MAX_EDGE) -> int:
+def number(values: dict[str, Any], key: str, default: int, most: int = MAX_EDGE) -> int:
     """A positive whole number. Raises ValueError."""
     value = values.get(key)
     value = default if value is None else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import CLIP_MEAN, CLIP_STD, ImageRules, colours, whole
+from . import CLIP_MEAN, CLIP_STD, ImageRules, colours, number
 
 CAPTIONS, ANSWERS = "BlipForConditionalGeneration", "BlipForQuestionAnswering"
 SEP = 102  # ends texts of BERT's tokenizer
@@ -39,22 +39,22 @@ def kind(config: dict[str, Any]) -> Any:
 def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
     vision, text = config["vision_config"], config.get("text_config") or config
     size = processor.get("size") or {}
-    edge = whole(vision, "image_size", 384, 1 << 12)
-    if not {whole(size, "height", edge), whole(size, "width", edge)} == {edge}:
+    edge = number(vision, "image_size", 384, 1 << 12)
+    if not {number(size, "height", edge), number(size, "width", edge)} == {edge}:
         raise ValueError(f"size is {size!r}, expected the image_size {edge} of vision_config")
-    patch = whole(vision, "patch_size", 16)
+    patch = number(vision, "patch_size", 16)
     if edge % patch:
         raise ValueError(f"image_size {edge} of vision_config is no multiple of its patch_size {patch}")
-    begins, ends = (whole(text, key, one, 1 << 24) for key, one in (("cls_token_id", CLS), ("sep_token_id", SEP)))
+    begins, ends = (number(text, key, one, 1 << 24) for key, one in (("cls_token_id", CLS), ("sep_token_id", SEP)))
     asked = kind(config) == ANSWERS
     return Rules(
         placeholder=begins,
         single=True,
         needed=True,
         frame=(begins, ends) if asked else (),
-        longest=whole(text, "max_position_embeddings", 512) if asked else 0,
-        token=whole(text, "vocab_size", 30524, 1 << 24) - 1,  # [ENC], which no caption has
-        begin=whole(text, "bos_token_id", 30522, 1 << 24),
+        longest=number(text, "max_position_embeddings", 512) if asked else 0,
+        token=number(text, "vocab_size", 30524, 1 << 24) - 1,  # [ENC], which no caption has
+        begin=number(text, "bos_token_id", 30522, 1 << 24),
         mean=colours(processor, "image_mean", CLIP_MEAN),
         std=colours(processor, "image_std", CLIP_STD),
         patch=patch,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import BILINEAR, HALF, ImageRules, colours, whole
+from . import BILINEAR, HALF, ImageRules, colours, number
 
 BEGIN, PLACEHOLDER, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 
@@ -69,26 +69,26 @@ class Rules(ImageRules, frozen=True, kw_only=True):
 
 
 def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
-    vision, token = config["vision_config"], whole(config, "image_token_index", 262144, 1 << 24)
+    vision, token = config["vision_config"], number(config, "image_token_index", 262144, 1 << 24)
     size = processor.get("size") or {}
-    edge, patch = whole(vision, "image_size", 896), whole(vision, "patch_size", 14)
-    side, patches = math.isqrt(whole(config, "mm_tokens_per_image", 256, 1 << 20)), edge // patch
+    edge, patch = number(vision, "image_size", 896), number(vision, "patch_size", 14)
+    side, patches = math.isqrt(number(config, "mm_tokens_per_image", 256, 1 << 20)), edge // patch
     if side > patches or patches // (patches // side) != side:
         raise ValueError(f"mm_tokens_per_image is {side**2}, which {patches} x {patches} patches do not become")
-    if not {whole(size, "height", edge), whole(size, "width", edge)} == {edge}:
+    if not {number(size, "height", edge), number(size, "width", edge)} == {edge}:
         raise ValueError(f"size is {size!r}, expected the image_size {edge} of vision_config")
-    crops = whole(processor, "pan_and_scan_max_num_crops", 4, 64) if processor.get("do_pan_and_scan") else 0
+    crops = number(processor, "pan_and_scan_max_num_crops", 4, 64) if processor.get("do_pan_and_scan") else 0
     return Rules(
         placeholder=token,
         token=token,
         mark=BEGIN,
         mean=colours(processor, "image_mean", HALF),
         std=colours(processor, "image_std", HALF),
-        resample=whole(processor, "resample", BILINEAR, 5),
+        resample=number(processor, "resample", BILINEAR, 5),
         edge=edge,
         patch=patch,
         side=side,
         most_crops=crops,
-        least_crop=whole(processor, "pan_and_scan_min_crop_size", 256),
+        least_crop=number(processor, "pan_and_scan_min_crop_size", 256),
         least_ratio=float(processor.get("pan_and_scan_min_ratio_to_activate") or 1.2),
     )

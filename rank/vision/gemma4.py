@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import ImageRules, colours, squarish, whole
+from . import ImageRules, colours, number, squarish
 
 
 class Rules(ImageRules, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class Rules(ImageRules, frozen=True, kw_only=True):
 
 def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
     vision, text = config["vision_config"], config.get("text_config") or {}
-    token = whole(config, "image_token_id", 258880, 1 << 24)
+    token = number(config, "image_token_id", 258880, 1 << 24)
     # The tower takes colours from -1 to 1, of what the preprocessor, if it does, has normalised.
     given = colours(processor, "image_mean", (0.0, 0.0, 0.0)), colours(processor, "image_std", (1.0, 1.0, 1.0))
     (red, green, blue), (r, g, b) = given if processor.get("do_normalize") else ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -54,11 +54,11 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
         token=token,
         mean=(red + r / 2, green + g / 2, blue + b / 2),
         std=(r / 2, g / 2, b / 2),
-        resample=whole(processor, "resample", 3, 5),
-        patch=whole(vision, "patch_size", 16),
-        merge=whole(vision, "pooling_kernel_size", 3),
-        most=whole(processor, "max_soft_tokens", 280, 1 << 14),
-        begin=whole(config, "boi_token_id", 255999, 1 << 24),
-        end=whole(config, "eoi_token_id", 258882, 1 << 24),
+        resample=number(processor, "resample", 3, 5),
+        patch=number(vision, "patch_size", 16),
+        merge=number(vision, "pooling_kernel_size", 3),
+        most=number(processor, "max_soft_tokens", 280, 1 << 14),
+        begin=number(config, "boi_token_id", 255999, 1 << 24),
+        end=number(config, "eoi_token_id", 258882, 1 << 24),
         mutual=text.get("use_bidirectional_attention") == "vision",
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import HALF, LANCZOS, ImageRules, colours, whole
+from . import HALF, LANCZOS, ImageRules, colours, number
 
 MOST = 4096  # pixels of an edge
 PLACEHOLDER, FRAME, GLOBAL = "<image>", "<fake_token_around_image>", "<global-img>"
@@ -97,11 +97,11 @@ def _bounded(height: int, width: int) -> tuple[int, int]:
 
 
 def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
-    vision, token = config["vision_config"], whole(config, "image_token_id", 128257, 1 << 24)
-    edge, patch = whole(vision, "image_size", 364), whole(vision, "patch_size", 14)
-    scale = whole(config, "scale_factor", 2)
-    square = whole(processor.get("max_image_size") or {}, "longest_edge", edge)
-    longest = whole(processor.get("size") or {}, "longest_edge", 4 * edge)
+    vision, token = config["vision_config"], number(config, "image_token_id", 128257, 1 << 24)
+    edge, patch = number(vision, "image_size", 364), number(vision, "patch_size", 14)
+    scale = number(config, "scale_factor", 2)
+    square = number(processor.get("max_image_size") or {}, "longest_edge", edge)
+    longest = number(processor.get("size") or {}, "longest_edge", 4 * edge)
     if square != edge or edge // patch % scale or edge < patch:
         raise ValueError(
             f"max_image_size is {square} and image_size {edge}, expected equal multiples of the patch_size {patch} "
@@ -113,7 +113,7 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
         mark=PLACEHOLDER,
         mean=colours(processor, "image_mean", HALF),
         std=colours(processor, "image_std", HALF),
-        resample=whole(processor, "resample", LANCZOS, 5),
+        resample=number(processor, "resample", LANCZOS, 5),
         patch=patch,
         edge=edge,
         longest=longest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import CLIP_MEAN, CLIP_STD, HALF, ImageRules, colours, mistral3, whole
+from . import CLIP_MEAN, CLIP_STD, HALF, ImageRules, colours, mistral3, number
 
 CLIP = "clip_vision_model"
 
@@ -46,8 +46,8 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> ImageRules:
 def square(config: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
     """The fields of Rules but `count`. Raises ValueError."""
     vision = config["vision_config"]
-    edge, clip = whole(vision, "image_size", 336), vision.get("model_type", CLIP) == CLIP
-    token = whole(config, "image_token_index", whole(config, "image_token_id", 32000, 1 << 24), 1 << 24)
+    edge, clip = number(vision, "image_size", 336), vision.get("model_type", CLIP) == CLIP
+    token = number(config, "image_token_index", number(config, "image_token_id", 32000, 1 << 24), 1 << 24)
     if processor.get("do_pad"):
         raise ValueError("do_pad is true, which is not supported")
     return {
@@ -55,8 +55,8 @@ def square(config: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
         "token": token,
         "mean": colours(processor, "image_mean", CLIP_MEAN if clip else HALF),
         "std": colours(processor, "image_std", CLIP_STD if clip else HALF),
-        "resample": whole(processor, "resample", 3, 5),
-        "patch": whole(vision, "patch_size", 14, edge),
+        "resample": number(processor, "resample", 3, 5),
+        "patch": number(vision, "patch_size", 14, edge),
         "edge": edge,
         "shortest": _shortest(processor, edge, clip),
     }
@@ -68,12 +68,12 @@ def _shortest(processor: dict[str, Any], edge: int, clip: bool) -> int:
     size = processor.get("size") or {}
     squeezed = isinstance(size, dict) and "height" in size
     square = size if squeezed else processor.get("crop_size") or {}
-    if not isinstance(size, dict) or not isinstance(square, dict) or whole(square, "height", edge) != edge:
+    if not isinstance(size, dict) or not isinstance(square, dict) or number(square, "height", edge) != edge:
         raise ValueError(
             f"size is {size!r} with the crop_size {square!r}, expected the image_size {edge} of vision_config"
         )
     if squeezed or not (clip or "shortest_edge" in size):
         return 0
-    if (shortest := whole(size, "shortest_edge", edge)) < edge:
+    if (shortest := number(size, "shortest_edge", edge)) < edge:
         raise ValueError(f"size is {size!r}, less than the image_size {edge} of vision_config")
     return shortest

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import CLIP_MEAN, CLIP_STD, MAX_EDGE, ImageRules, colours, whole
+from . import CLIP_MEAN, CLIP_STD, MAX_EDGE, ImageRules, colours, number
 
 
 class Rules(ImageRules, frozen=True, kw_only=True):
@@ -38,16 +38,16 @@ class Rules(ImageRules, frozen=True, kw_only=True):
 
 
 def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
-    token = whole(config, "image_token_index", whole(config, "image_token_id", 10, 1 << 24), 1 << 24)
+    token = number(config, "image_token_index", number(config, "image_token_id", 10, 1 << 24), 1 << 24)
     return Rules(
         placeholder=token,
         token=token,
         # All of Mistral's tokenizers have them there.
-        row_end=whole(config, "image_break_token_id", 12, 1 << 24),
-        end=whole(config, "image_end_token_id", 13, 1 << 24),
+        row_end=number(config, "image_break_token_id", 12, 1 << 24),
+        end=number(config, "image_end_token_id", 13, 1 << 24),
         mean=colours(processor, "image_mean", CLIP_MEAN),
         std=colours(processor, "image_std", CLIP_STD),
-        patch=whole(config["vision_config"], "patch_size", 16),
-        merge=whole(config, "spatial_merge_size", 1),
-        longest=whole(processor.get("size") or {}, "longest_edge", 1024, MAX_EDGE),
+        patch=number(config["vision_config"], "patch_size", 16),
+        merge=number(config, "spatial_merge_size", 1),
+        longest=number(processor.get("size") or {}, "longest_edge", 1024, MAX_EDGE),
     )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from . import HALF, LANCZOS, ImageRules, whole
+from . import HALF, LANCZOS, ImageRules, number
 
 FILE = "tokenizer.json"  # has the token that begins a text, which revisions have at different places
 BEGIN = "<|endoftext|>"  # begins a text, and ends an answer
@@ -136,16 +136,16 @@ def read(config: dict[str, Any], tokenizer: dict[str, Any]) -> Rules:
     rules = Rules(
         placeholder=begin[0] if begin else 0,  # the template writes it first, image or not
         single=True,
-        token=whole(text, "vocab_size", 51200, 1 << 24) - 1,  # any that no text has
+        token=number(text, "vocab_size", 51200, 1 << 24) - 1,  # any that no text has
         mean=HALF,
         std=HALF,
         resample=LANCZOS,
-        patch=whole(vision, "enc_patch_size", 14),
-        crop=whole(vision, "crop_size", 378, 1 << 12),
-        margin=whole(vision, "overlap_margin", 4),
-        crops=whole(vision, "max_crops", 12, 1 << 8),
-        coordinates=whole(region, "coord_out_dim", 1024),
-        sizes=whole(region, "size_out_dim", 2048, 1 << 14) // 2,
+        patch=number(vision, "enc_patch_size", 14),
+        crop=number(vision, "crop_size", 378, 1 << 12),
+        margin=number(vision, "overlap_margin", 4),
+        crops=number(vision, "max_crops", 12, 1 << 8),
+        coordinates=number(region, "coord_out_dim", 1024),
+        sizes=number(region, "size_out_dim", 2048, 1 << 14) // 2,
         tasks=TASKS,
     )
     if rules.sizes < 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import CLIP_MEAN, CLIP_STD, MAX_PIXELS, ImageRules, colours, squarish, whole
+from . import CLIP_MEAN, CLIP_STD, MAX_PIXELS, ImageRules, colours, number, squarish
 
 MAX_RATIO = 200  # of the longer edge to the shorter
 
@@ -51,10 +51,10 @@ def _down(length: float, unit: int) -> int:
 
 
 def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
-    vision, token = config["vision_config"], whole(config, "image_token_id", 151655, 1 << 24)
+    vision, token = config["vision_config"], number(config, "image_token_id", 151655, 1 << 24)
     size = processor.get("size") or {}
-    least = whole(processor, "min_pixels", whole(size, "shortest_edge", 56 * 56, MAX_PIXELS), MAX_PIXELS)
-    most = whole(processor, "max_pixels", whole(size, "longest_edge", 28 * 28 * 1280, MAX_PIXELS), MAX_PIXELS)
+    least = number(processor, "min_pixels", number(size, "shortest_edge", 56 * 56, MAX_PIXELS), MAX_PIXELS)
+    most = number(processor, "max_pixels", number(size, "longest_edge", 28 * 28 * 1280, MAX_PIXELS), MAX_PIXELS)
     if least > most:
         raise ValueError(f"min_pixels {least} are more than max_pixels {most}")
     return Rules(
@@ -62,8 +62,8 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
         token=token,
         mean=colours(processor, "image_mean", CLIP_MEAN),
         std=colours(processor, "image_std", CLIP_STD),
-        patch=whole(vision, "patch_size", 14),
-        merge=whole(vision, "spatial_merge_size", 2),
+        patch=number(vision, "patch_size", 14),
+        merge=number(vision, "spatial_merge_size", 2),
         least=least,
         most=most,
     )

@@ -22,7 +22,7 @@ from ....errors import MODEL, FatalError
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.rope.rope import CosSin
 from ...protocol import Picture
-from ...vision import whole as number
+from ...vision import number
 from ...vision.blip import ANSWERS, CAPTIONS, kind
 from .. import base
 from ..batch import Batch
@@ -74,7 +74,7 @@ class Args(base.SeeingArgs):
     def from_config(cls, config: Config) -> Self:
         made = super().from_config(config)
         base.expect("is_decoder", made.is_decoder, True)
-        base.expect("architectures", found := kind(config.whole), CAPTIONS, ANSWERS)
+        base.expect("architectures", found := kind(config.original), CAPTIONS, ANSWERS)
         try:
             size, seen = made.hidden_size, number(made.vision_config or {}, "hidden_size", 768)
         except ValueError as error:

@@ -21,7 +21,7 @@ from ..base import Count
 from ..batch import Batch
 from ..shard import whole
 from ..vision import moondream1
-from ..vision._tower import FeedForward, Whole
+from ..vision._tower import FeedForward, Replicated
 from ..weights.slicing import Field, ShardedModule, parameter
 from . import phi
 
@@ -85,9 +85,9 @@ class Region(nn.Module):
         hidden, inner, activation = args.hidden_size, args.region_inner_dim, moondream1.ACTIVATION
         if mesh.first:
             self.coord_features = Frequencies(1, args.coord_feat_dim)
-            self.coord_encoder = Whole(args.coord_feat_dim, hidden)
+            self.coord_encoder = Replicated(args.coord_feat_dim, hidden)
             self.size_features = Frequencies(2, args.size_feat_dim)
-            self.size_encoder = Whole(args.size_feat_dim, hidden)
+            self.size_encoder = Replicated(args.size_feat_dim, hidden)
         if mesh.last:
             self.coord_decoder = FeedForward(hidden, inner, activation, rules.coordinates)
             self.size_decoder = FeedForward(hidden, inner, activation, 2 * rules.sizes)

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...vision import ImageRules
-from ...vision import whole as number
+from ...vision import ImageRules, number
 from ...vision.llava import CLIP
 from .. import base
 from ..layers.embedding import PositionEmbedding
 from ..layers.norm import LayerNorm
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule, parameter
-from ._tower import LARGEST, FeedForward, PatchEmbedding, Whole, in_rows, normalised
+from ._tower import LARGEST, FeedForward, PatchEmbedding, Replicated, in_rows, normalised
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     CLIP: {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
@@ -31,7 +30,7 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.qkv_proj, self.out_proj = Whole(hidden, hidden, hidden, hidden), Whole(hidden, hidden)
+        self.qkv_proj, self.out_proj = Replicated(hidden, hidden, hidden, hidden), Replicated(hidden, hidden)
 
     def forward(self, x: Tensor, squares: int) -> Tensor:
         """x: [squares * tokens, hidden]; the tokens of a square attend to each other."""

@@ -33,7 +33,7 @@ def activation_of(name: str, key: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
-class Whole(ColumnParallel):
+class Replicated(ColumnParallel):
     """A linear of which this rank has all: of one output, or of several side by side."""
 
     def __init__(self, inputs: int, *outputs: int, bias: bool = True):
@@ -71,7 +71,7 @@ class FeedForward(nn.Module):
         """activation: as config.json calls it. outputs: 0: as many as inputs. Raises ValueError."""
         super().__init__()
         self.activation = activation_of(activation, "hidden_act of vision_config")
-        self.fc1, self.fc2 = Whole(hidden, inner), Whole(inner, outputs or hidden)
+        self.fc1, self.fc2 = Replicated(hidden, inner), Replicated(inner, outputs or hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.activation(self.fc1(x)))
@@ -85,7 +85,7 @@ class Projector(nn.Module):
         super().__init__()
         self.activation = activation_of(config.get("projector_hidden_act", "gelu"), "projector_hidden_act")
         bias = bool(config.get("multimodal_projector_bias", bias))
-        self.linear_1, self.linear_2 = Whole(inputs, outputs, bias=bias), Whole(outputs, outputs, bias=bias)
+        self.linear_1, self.linear_2 = Replicated(inputs, outputs, bias=bias), Replicated(outputs, outputs, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_2(self.activation(self.linear_1(x)))
@@ -94,8 +94,8 @@ class Projector(nn.Module):
 class GatedFeedForward(nn.Module):
     def __init__(self, hidden: int, inner: int, activation: str, bias: bool = True):
         super().__init__()
-        self.gate_up_proj = Whole(hidden, inner, inner, bias=bias)
-        self.down_proj = Whole(inner, hidden, bias=bias)
+        self.gate_up_proj = Replicated(hidden, inner, inner, bias=bias)
+        self.down_proj = Replicated(inner, hidden, bias=bias)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ...vision import whole
+from ...vision import number
 from ...vision.blip import Rules
 from .. import base
 from ..layers.embedding import PositionEmbedding
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm
 from ._encoder import Layer
-from ._tower import LARGEST, FeedForward, PatchEmbedding, Whole, in_rows, normalised
+from ._tower import LARGEST, FeedForward, PatchEmbedding, Replicated, in_rows, normalised
 from .moondream1 import Positions
 
 
@@ -30,12 +30,12 @@ class ReaderLayer(nn.Module):
         super().__init__()
         size, self.heads, self.to_image = args.text_size, args.num_attention_heads, seen > 0
         if seen:
-            self.q_proj, self.kv_proj = Whole(size, size), Whole(seen, size, size)
+            self.q_proj, self.kv_proj = Replicated(size, size), Replicated(seen, size, size)
             self.mlp = FeedForward(size, args.intermediate_size, args.hidden_act)
             self.mlp_norm = LayerNorm(size, args.layer_norm_eps)
         else:
-            self.qkv_proj = Whole(size, size, size, size)
-        self.o_proj, self.norm = Whole(size, size), LayerNorm(size, args.layer_norm_eps)
+            self.qkv_proj = Replicated(size, size, size, size)
+        self.o_proj, self.norm = Replicated(size, size), LayerNorm(size, args.layer_norm_eps)
 
     def forward(self, x: Tensor, image: Tensor) -> Tensor:
         """x: [T, size]. image: [tokens, seen]."""
@@ -76,11 +76,11 @@ class Tower(base.Tower):
         """args: of the architecture. Raises ValueError for values that cannot be."""
         super().__init__()
         config, self.rules = args.vision_config or {}, cast(Rules, args.rules)
-        hidden, heads = whole(config, "hidden_size", 768, LARGEST), whole(config, "num_attention_heads", 12, LARGEST)
+        hidden, heads = number(config, "hidden_size", 768, LARGEST), number(config, "num_attention_heads", 12, LARGEST)
         if hidden % heads:
             raise ValueError(f"hidden_size {hidden} of vision_config is no multiple of its {heads} heads")
-        inner, eps = whole(config, "intermediate_size", 3072, LARGEST), float(config.get("layer_norm_eps", 1e-5))
-        self.hidden, self.depth = hidden, whole(config, "num_hidden_layers", 12, 1 << 10)
+        inner, eps = number(config, "intermediate_size", 3072, LARGEST), float(config.get("layer_norm_eps", 1e-5))
+        self.hidden, self.depth = hidden, number(config, "num_hidden_layers", 12, 1 << 10)
         self.outputs = args.hidden_size
         self.class_embedding = Positions(1, hidden)
         self.position_embedding = Positions(1 + (self.rules.edge // self.rules.patch) ** 2, hidden)

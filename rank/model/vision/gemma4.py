@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from ...vision import whole
+from ...vision import number
 from ...vision.gemma4 import Rules
 from .. import base, shard
 from ..layers.norm import RMSNorm
 from ..weights.slicing import Field, Ratio, ShardedModule, parameter
-from ._tower import LARGEST, Whole, activation_of, frequencies, in_rows, normalised, rotated
+from ._tower import LARGEST, Replicated, activation_of, frequencies, in_rows, normalised, rotated
 
 LIMITS = "input_min", "input_max", "output_min", "output_max"
 AXES = Ratio(2, 0, shared=True)  # x and y
@@ -27,7 +27,7 @@ class Clipped(ShardedModule):
     def __init__(self, inputs: int, outputs: int, clipped: bool):
         super().__init__()
         self.fields = tuple(Field(name, "o") for name in LIMITS) if clipped else ()
-        self.outputs, self.linear = (shard.whole(1),), Whole(inputs, outputs, bias=False)
+        self.outputs, self.linear = (shard.whole(1),), Replicated(inputs, outputs, bias=False)
         for name in LIMITS if clipped else ():
             setattr(self, name, parameter(1))
 
@@ -90,7 +90,7 @@ class PatchEmbedder(ShardedModule):
     def __init__(self, hidden: int, patch: int, positions: int):
         super().__init__()
         self.inputs, self.outputs = shard.whole(hidden), (shard.whole(positions),)
-        self.input_proj = Whole(3 * patch**2, hidden, bias=False)
+        self.input_proj = Replicated(3 * patch**2, hidden, bias=False)
         self.position_embedding_table = parameter(2, positions, hidden)
 
     def forward(self, patches: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
@@ -106,16 +106,16 @@ class Encoder(ShardedModule):
     def __init__(self, config: dict[str, Any], rules: Rules):
         """config: vision_config. Raises ValueError for values that cannot be."""
         super().__init__()
-        hidden, inner = whole(config, "hidden_size", 768, LARGEST), whole(config, "intermediate_size", 3072, LARGEST)
-        heads = whole(config, "num_attention_heads", 12, LARGEST)
-        kv_heads, dim = whole(config, "num_key_value_heads", heads, LARGEST), whole(config, "head_dim", 64, LARGEST)
-        positions = whole(config, "position_embedding_size", 10 << 10, 1 << 20)
+        hidden, inner = number(config, "hidden_size", 768, LARGEST), number(config, "intermediate_size", 3072, LARGEST)
+        heads = number(config, "num_attention_heads", 12, LARGEST)
+        kv_heads, dim = number(config, "num_key_value_heads", heads, LARGEST), number(config, "head_dim", 64, LARGEST)
+        positions = number(config, "position_embedding_size", 10 << 10, 1 << 20)
         eps, clipped = float(config.get("rms_norm_eps", 1e-6)), bool(config.get("use_clipped_linears"))
         if dim % 4 or heads % kv_heads:
             raise ValueError(f"vision_config has {heads} heads of {dim} dimensions and {kv_heads} key heads")
         if rules.most * rules.merge > positions:
             raise ValueError(f"max_soft_tokens is {rules.most}, more than position_embedding_size {positions} allows")
-        self.hidden, self.dim, self.depth = hidden, dim, whole(config, "num_hidden_layers", 16, 1 << 10)
+        self.hidden, self.dim, self.depth = hidden, dim, number(config, "num_hidden_layers", 16, 1 << 10)
         self.theta = float((config.get("rope_parameters") or {}).get("rope_theta", 100.0))
         self.patch_embedder = PatchEmbedder(hidden, rules.patch, positions)
         act = config.get("hidden_activation", "gelu_pytorch_tanh")
@@ -159,7 +159,7 @@ class Tower(base.Tower):
         config, self.rules = args.vision_config or {}, cast(Rules, args.rules)
         self.tower = Encoder(config, self.rules)
         self.hidden, self.depth, self.eps = self.tower.hidden, self.tower.depth, float(config.get("rms_norm_eps", 1e-6))
-        self.projector = nn.ModuleDict({"embedding_projection": Whole(self.hidden, args.hidden_size, bias=False)})
+        self.projector = nn.ModuleDict({"embedding_projection": Replicated(self.hidden, args.hidden_size, bias=False)})
 
     def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""

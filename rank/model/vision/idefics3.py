@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...vision.idefics3 import Rules
 from .. import base
 from ._encoder import Encoder, SquaresTower
-from ._tower import Whole, normalised
+from ._tower import Replicated, normalised
 
 
 class Tower(SquaresTower):
@@ -25,7 +25,7 @@ class Tower(SquaresTower):
         self.tower = Encoder(given | {"model_type": "siglip_vision_model"}, self.rules.edge, self.rules.patch)
         self.hidden, self.depth = self.tower.hidden, self.tower.depth
         self.merge = self.rules.edge // self.rules.patch // self.rules.side
-        self.projector = nn.ModuleDict({"proj": Whole(self.hidden * self.merge**2, args.hidden_size, bias=False)})
+        self.projector = nn.ModuleDict({"proj": Replicated(self.hidden * self.merge**2, args.hidden_size, bias=False)})
 
     def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """Features [tokens, outputs] of squares as the rules show them: the image's, row by row, and the whole's."""

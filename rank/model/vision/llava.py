@@ -22,7 +22,10 @@ class Tower(SquaresTower):
         """Raises ValueError for values that cannot be."""
         super().__init__()
         self.rules = cast(llava.Rules, args.rules)
-        layer, strategy = args.whole.get("vision_feature_layer", -2), args.whole.get("vision_feature_select_strategy")
+        layer, strategy = (
+            args.original.get("vision_feature_layer", -2),
+            args.original.get("vision_feature_select_strategy"),
+        )
         if isinstance(layer, bool) or not isinstance(layer, int):
             raise ValueError(f"vision_feature_layer is {layer!r}, expected a whole number")
         if strategy not in (None, "default", "full"):
@@ -31,7 +34,7 @@ class Tower(SquaresTower):
         count = layer if layer >= 0 else layer + 1
         self.tower = Encoder(args.vision_config or {}, self.rules.edge, self.rules.patch, count, normed=False)
         self.hidden, self.depth = self.tower.hidden, self.tower.depth
-        self.projector = Projector(args.whole, self.hidden, args.hidden_size)
+        self.projector = Projector(args.original, self.hidden, args.hidden_size)
 
     def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """Features [tokens, outputs] of a square [edge, edge, 3] u8."""
@@ -52,11 +55,11 @@ class PixtralTower(base.Tower):
         self.rules = cast(mistral3.Rules, args.rules)
         given = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
         for name, known in given.items():
-            if args.whole.get(name, known) != known:
-                raise ValueError(f"{name} is {args.whole[name]!r}, expected {known!r}")
+            if args.original.get(name, known) != known:
+                raise ValueError(f"{name} is {args.original[name]!r}, expected {known!r}")
         self.tower = Pixtral(args.vision_config or {}, self.rules.patch)
         self.hidden, self.depth = self.tower.hidden, self.tower.depth
-        self.projector = Projector(args.whole, self.hidden, args.hidden_size)
+        self.projector = Projector(args.original, self.hidden, args.hidden_size)
 
     def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...vision import whole
+from ...vision import number
 from ...vision.mistral3 import Rules
 from .. import base
 from ..layers.norm import RMSNorm
@@ -19,7 +19,7 @@ from ._tower import (
     GatedFeedForward,
     PatchEmbedding,
     Projector,
-    Whole,
+    Replicated,
     frequencies,
     in_rows,
     normalised,
@@ -34,8 +34,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         inner = heads * dim
-        self.qkv_proj = Whole(hidden, inner, inner, inner, bias=False)
-        self.o_proj = Whole(inner, hidden, bias=False)
+        self.qkv_proj = Replicated(hidden, inner, inner, inner, bias=False)
+        self.o_proj = Replicated(inner, hidden, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         q, k, v = self.qkv_proj(x).view(len(x), 3, self.heads, -1).unbind(1)
@@ -61,9 +61,9 @@ class Pixtral(nn.Module):
     def __init__(self, config: dict[str, Any], patch: int):
         """config: vision_config. Raises ValueError for values that cannot be."""
         super().__init__()
-        hidden, inner = whole(config, "hidden_size", 1024, LARGEST), whole(config, "intermediate_size", 4096, LARGEST)
-        heads = whole(config, "num_attention_heads", 16, LARGEST)
-        self.dim = whole(config, "head_dim", max(1, hidden // heads), LARGEST)
+        hidden, inner = number(config, "hidden_size", 1024, LARGEST), number(config, "intermediate_size", 4096, LARGEST)
+        heads = number(config, "num_attention_heads", 16, LARGEST)
+        self.dim = number(config, "head_dim", max(1, hidden // heads), LARGEST)
         if self.dim % 4:
             raise ValueError(f"a head of vision_config has {self.dim} dimensions, which rows and columns cannot share")
         rope = config.get("rope_parameters") or {}
@@ -71,7 +71,7 @@ class Pixtral(nn.Module):
         self.theta = float(rope.get("rope_theta") or config.get("rope_theta") or 1e4)
         of = hidden, inner, heads, self.dim, config.get("hidden_act", "silu")
         self.patch_conv, self.ln_pre = PatchEmbedding(patch, hidden), RMSNorm(hidden, EPS)
-        self.depth = whole(config, "num_hidden_layers", 24, 1 << 10)
+        self.depth = number(config, "num_hidden_layers", 24, 1 << 10)
         layers = nn.ModuleList([Layer(*of) for _ in range(self.depth)])
         self.transformer, self.layers = nn.ModuleDict({"layers": layers}), [layers]
 
@@ -99,7 +99,7 @@ class Merger(Projector):
     def __init__(self, config: dict[str, Any], hidden: int, merge: int, outputs: int, eps: float):
         super().__init__(config, hidden, outputs, bias=False)
         self.norm = RMSNorm(hidden, eps)
-        self.patch_merger = nn.ModuleDict({"merging_layer": Whole(hidden * merge**2, hidden, bias=False)})
+        self.patch_merger = nn.ModuleDict({"merging_layer": Replicated(hidden * merge**2, hidden, bias=False)})
         self.merge = merge
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,11 +116,11 @@ class Tower(base.Tower):
         """Raises ValueError for values that cannot be."""
         super().__init__()
         self.rules = cast(Rules, args.rules)
-        if (layer := args.whole.get("vision_feature_layer", -1)) != -1:
+        if (layer := args.original.get("vision_feature_layer", -1)) != -1:
             raise ValueError(f"vision_feature_layer is {layer!r}, expected -1")
         self.tower = Pixtral(args.vision_config or {}, self.rules.patch)
         self.hidden, self.depth = self.tower.hidden, self.tower.depth
-        self.projector = Merger(args.whole, self.tower.hidden, self.rules.merge, args.hidden_size, args.rms_norm_eps)
+        self.projector = Merger(args.original, self.tower.hidden, self.rules.merge, args.hidden_size, args.rms_norm_eps)
 
     def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
-from ...vision import whole
+from ...vision import number
 from ...vision.moondream1 import Rules
 from .. import base, shard
 from ..layers.norm import LayerNorm
 from ..weights.slicing import Field, Ratio, ShardedModule, parameter
 from ._encoder import Layer
-from ._tower import LARGEST, FeedForward, Whole, normalised
+from ._tower import LARGEST, FeedForward, Replicated, normalised
 
 EPS, ACTIVATION = 1e-5, "gelu_pytorch_tanh"
 ONE = Ratio(1, 0, shared=True)  # entry of an axis
@@ -40,18 +40,18 @@ class Tower(base.Tower):
         """Raises ValueError for sizes that cannot be."""
         super().__init__()
         config, rules = args.vision_config or {}, cast(Rules, args.rules)
-        hidden, inner = whole(config, "enc_dim", 1152, LARGEST), whole(config, "enc_ff_dim", 4304, LARGEST)
-        heads = whole(config, "enc_n_heads", 16, LARGEST)
+        hidden, inner = number(config, "enc_dim", 1152, LARGEST), number(config, "enc_ff_dim", 4304, LARGEST)
+        heads = number(config, "enc_n_heads", 16, LARGEST)
         if hidden % heads:
             raise ValueError(f"enc_dim {hidden} is no multiple of its {heads} heads")
-        if (outputs := whole(config, "proj_out_dim", args.hidden_size, LARGEST)) != args.hidden_size:
+        if (outputs := number(config, "proj_out_dim", args.hidden_size, LARGEST)) != args.hidden_size:
             raise ValueError(f"proj_out_dim {outputs} is not the text model's {args.hidden_size}")
-        self.rules, self.hidden, self.depth = rules, hidden, whole(config, "enc_n_layers", 27, 1 << 10)
-        self.patch_emb = Whole(3 * rules.patch**2, hidden)
+        self.rules, self.hidden, self.depth = rules, hidden, number(config, "enc_n_layers", 27, 1 << 10)
+        self.patch_emb = Replicated(3 * rules.patch**2, hidden)
         self.pos_emb = Positions(rules.edge**2, hidden)
         self.blocks = nn.ModuleList([Layer(hidden, inner, heads, ACTIVATION, EPS) for _ in range(self.depth)])
         self.post_ln = LayerNorm(hidden, EPS)
-        inner = whole(config, "proj_inner_dim", 8192, LARGEST)
+        inner = number(config, "proj_inner_dim", 8192, LARGEST)
         self.proj_mlp = FeedForward(2 * hidden, inner, ACTIVATION, outputs)
 
     def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
 from ...protocol import Picture
-from ...vision import whole
+from ...vision import number
 from ...vision.qwen2_5_vl import Rules
 from .. import base
 from ..layers.norm import LayerNorm, RMSNorm
-from ._tower import LARGEST, GatedFeedForward, PatchEmbedding, Whole, frequencies, normalised, rotated
+from ._tower import LARGEST, GatedFeedForward, PatchEmbedding, Replicated, frequencies, normalised, rotated
 
 EPS = 1e-6
 
@@ -25,7 +25,7 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.qkv, self.proj = Whole(hidden, hidden, hidden, hidden), Whole(hidden, hidden)
+        self.qkv, self.proj = Replicated(hidden, hidden, hidden, hidden), Replicated(hidden, hidden)
 
     def forward(self, x: Tensor, angles: Tensor, windows: Tensor | None) -> Tensor:
         """x: [N, hidden]. angles: [N, head dim / 2]. windows: [windows, tokens] indices of the tokens that attend to
@@ -61,7 +61,7 @@ class Merger(nn.Module):
         super().__init__()
         inner = hidden * count
         self.inner, self.ln_q = inner, norm(hidden, EPS)
-        self.mlp = nn.ModuleDict({"0": Whole(inner, inner), "2": Whole(inner, outputs)})
+        self.mlp = nn.ModuleDict({"0": Replicated(inner, inner), "2": Replicated(inner, outputs)})
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.ln_q(x).view(-1, self.inner)
@@ -77,18 +77,18 @@ class Tower(base.Tower):
         config, outputs = args.vision_config or {}, args.hidden_size
         rules = cast(Rules, args.rules)
         hidden, heads, inner = (
-            whole(config, key, 0, LARGEST) for key in ("hidden_size", "num_heads", "intermediate_size")
+            number(config, key, 0, LARGEST) for key in ("hidden_size", "num_heads", "intermediate_size")
         )
         if hidden % (4 * heads):
             raise ValueError(f"hidden_size {hidden} of vision_config is no multiple of 4 times its {heads} heads")
-        if (made := whole(config, "out_hidden_size", outputs, LARGEST)) != outputs:
+        if (made := number(config, "out_hidden_size", outputs, LARGEST)) != outputs:
             raise ValueError(f"out_hidden_size {made} of vision_config is not the text model's {outputs}")
         self.rules, self.hidden, self.dim = rules, hidden, hidden // heads
-        self.window = max(1, whole(config, "window_size", 112, LARGEST) // (rules.patch * rules.merge))  # tokens
+        self.window = max(1, number(config, "window_size", 112, LARGEST) // (rules.patch * rules.merge))  # tokens
         self.whole_layers = frozenset(config.get("fullatt_block_indexes", (7, 15, 23, 31)))
-        frames, second = whole(config, "temporal_patch_size", 2, 16), bool(config.get("second_frame"))
+        frames, second = number(config, "temporal_patch_size", 2, 16), bool(config.get("second_frame"))
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames, second=second)})
-        self.depth, act = whole(config, "depth", 32, 1 << 10), config.get("hidden_act", "silu")
+        self.depth, act = number(config, "depth", 32, 1 << 10), config.get("hidden_act", "silu")
         mlps = (GatedFeedForward(hidden, inner, act) for _ in range(self.depth))
         self.blocks = nn.ModuleList(Block(hidden, heads, mlp, RMSNorm) for mlp in mlps)
         self.merger = Merger(hidden, rules.merge**2, outputs)

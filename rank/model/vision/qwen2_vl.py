@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from ...vision import whole
+from ...vision import number
 from ...vision.qwen2_5_vl import Rules
 from .. import base
 from ..layers.norm import LayerNorm
@@ -23,16 +23,16 @@ class Tower(base.Tower):
         """Raises ValueError for values that cannot be."""
         super().__init__()
         config, outputs, rules = args.vision_config or {}, args.hidden_size, cast(Rules, args.rules)
-        hidden, heads = whole(config, "embed_dim", 1280, LARGEST), whole(config, "num_heads", 16, LARGEST)
+        hidden, heads = number(config, "embed_dim", 1280, LARGEST), number(config, "num_heads", 16, LARGEST)
         inner = int(hidden * float(config.get("mlp_ratio", 4)))
         if hidden % (4 * heads) or not 1 <= inner <= LARGEST:
             raise ValueError(f"embed_dim {hidden} of vision_config does not go with its num_heads and mlp_ratio")
-        if (made := whole(config, "hidden_size", outputs, LARGEST)) != outputs:
+        if (made := number(config, "hidden_size", outputs, LARGEST)) != outputs:
             raise ValueError(f"hidden_size {made} of vision_config is not the text model's {outputs}")
         self.rules, self.hidden, self.dim = rules, hidden, hidden // heads
-        frames, second = whole(config, "temporal_patch_size", 2, 16), bool(config.get("second_frame"))
+        frames, second = number(config, "temporal_patch_size", 2, 16), bool(config.get("second_frame"))
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames, second=second)})
-        self.depth, act = whole(config, "depth", 32, 1 << 10), config.get("hidden_act", "quick_gelu")
+        self.depth, act = number(config, "depth", 32, 1 << 10), config.get("hidden_act", "quick_gelu")
         mlps = (FeedForward(hidden, inner, act) for _ in range(self.depth))
         self.blocks = nn.ModuleList(Block(hidden, heads, mlp) for mlp in mlps)
         self.merger = Merger(hidden, rules.merge**2, outputs, LayerNorm)

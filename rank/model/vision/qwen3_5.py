@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate
 
-from ...vision import whole as number
+from ...vision import number
 from ...vision.qwen2_5_vl import Rules
 from .. import base
 from ..layers.embedding import PositionEmbedding
 from ..layers.norm import LayerNorm
-from ._tower import LARGEST, PatchEmbedding, Whole
+from ._tower import LARGEST, PatchEmbedding, Replicated
 from .qwen2_5_vl import EPS, Block, in_order, patches, rotations
 
 
 class FeedForward(nn.Module):
     def __init__(self, hidden: int, inner: int):
         super().__init__()
-        self.linear_fc1, self.linear_fc2 = Whole(hidden, inner), Whole(inner, hidden)
+        self.linear_fc1, self.linear_fc2 = Replicated(hidden, inner), Replicated(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_fc2(gelu(self.linear_fc1(x), approximate="tanh"))
@@ -35,7 +35,7 @@ class Merger(nn.Module):
         super().__init__()
         self.inner = hidden * count
         self.norm = LayerNorm(self.inner if joined else hidden, EPS)
-        self.linear_fc1, self.linear_fc2 = Whole(self.inner, self.inner), Whole(self.inner, outputs)
+        self.linear_fc1, self.linear_fc2 = Replicated(self.inner, self.inner), Replicated(self.inner, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm.norm(x.view(-1, self.norm.outputs[0].size)).view(-1, self.inner)

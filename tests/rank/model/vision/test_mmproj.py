@@ -71,8 +71,8 @@ def test_config(made, name):
     want, got = read_config(path), read_config(file)
     assert (got.model_type, got.hidden_size, got.num_layers) == (want.model_type, want.hidden_size, want.num_layers)
     rules = rules_of(file)
-    assert rules.token == want.whole.get("image_token_id", want.whole.get("image_token_index"))
-    assert rules.patch == want.whole["vision_config"]["patch_size"]
+    assert rules.token == want.original.get("image_token_id", want.original.get("image_token_index"))
+    assert rules.patch == want.original["vision_config"]["patch_size"]
 
 
 @pytest.mark.sample(3)
