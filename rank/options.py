@@ -428,7 +428,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     time_left: Annotated[
         str,
         server("--time-left", group=_RUNNING, metavar="TIME",
-               help="until the job is ended: 90, 30m, 4h, or a time; none: as Slurm tells"),
+               help="until the job is ended: 90, 30m, 4h, or a time; none: as Slurm, PBS or LSF tell"),
     ] = ""  # fmt: skip
     handover: Annotated[
         float,

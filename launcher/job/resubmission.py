@@ -1,7 +1,7 @@
 """How a job submits its successor: the same job again in Slurm, or a command of the user's in any batch system.
 
-Sources: the manual pages of scontrol (`show job`: Command, SubmitLine, EndTime; `write batch_script`), sbatch, qstat,
-bjobs and flux-jobs.
+Sources: the manual pages of scontrol (`show job`: Command, SubmitLine, EndTime; `write batch_script`), sbatch, qstat
+(`-f`: stime, Resource_List.walltime; Torque's start_time), bjobs (time_left) and flux-jobs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def plan(options: Options, environ: Mapping[str, str], now: float) -> HandoverCo
     end, left = job_end.end_time(options.time_left, environ, now, "--time-left")
     asks = "SLURM_JOB_ID" in environ and not (options.resubmit_command and end)
     told = _scontrol(environ, clean) if asks else {}
-    if not end and (found := _local_time(told.get("EndTime", ""))) > now:
+    if not end and (found := _local_time(told.get("EndTime", "")) or _asked_end(environ, clean, now)) > now:
         end, left = found, found - now
     if not end:
         raise FatalError("--resubmit: nothing tells when this job is ended: give --time-left, such as 4h", USAGE)
@@ -217,6 +217,37 @@ def _scontrol(environ: Mapping[str, str], clean: Mapping[str, str]) -> dict[str,
     if ends := re.search(r"\bEndTime=(\S+)", text):
         found["EndTime"] = ends[1]
     return found
+
+
+def _asked_end(environ: Mapping[str, str], clean: Mapping[str, str], now: float) -> float:
+    """The end that PBS or LSF tells of this job, as Unix time; 0: none."""
+    with contextlib.suppress(FatalError):
+        if job := environ.get("PBS_JOBID"):
+            return _pbs_end(_run(["qstat", "-f", job], clean))
+        if job := environ.get("LSB_JOBID"):
+            text = _run(["bjobs", "-noheader", "-o", "time_left", job], clean)
+            if found := re.search(r"(\d+:\d+) L", text):  # hours and minutes; L: a limit, not an estimate
+                return now + 60 * _seconds(found[1])
+    return 0.0
+
+
+def _pbs_end(text: str) -> float:
+    """The end of a job that `qstat -f` shows."""
+    started = re.search(r"^\s*(?:stime|start_time) = (.+?)\s*$", text, re.MULTILINE)
+    limit = re.search(r"^\s*Resource_List\.walltime = ([\d:]+)", text, re.MULTILINE)
+    if not (started and limit):
+        return 0.0
+    with contextlib.suppress(ValueError):
+        return datetime.strptime(started[1], "%a %b %d %H:%M:%S %Y").timestamp() + _seconds(limit[1])
+    return 0.0
+
+
+def _seconds(text: str) -> float:
+    """`4:00:00` as 14400."""
+    seconds = 0
+    for part in text.split(":"):
+        seconds = 60 * seconds + int(part)
+    return seconds
 
 
 def _local_time(text: str) -> float:

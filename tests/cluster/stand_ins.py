@@ -11,10 +11,11 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-NAMES = "sbatch", "srun", "scontrol", "qsub", "bsub", "flux", "mpirun", "apptainer", "phalanx"
+NAMES = "sbatch", "srun", "scontrol", "qsub", "qstat", "bsub", "bjobs", "flux", "mpirun", "apptainer", "phalanx"
 HOSTS = ["node1", "node2"]
 GPUS = 8  # of each
 LEFT = 3600  # seconds until the job's end
@@ -89,16 +90,38 @@ def scontrol(words: list[str]) -> int:
 
 
 def qsub(words: list[str]) -> int:
-    keep("qsub", words)
-    names = dict(one.split("=", 1) for one in words[words.index("-v") + 1].split(","))
+    keep("qsub", words, predecessor=os.environ.get("PHALANX_PREDECESSOR"))
+    names = dict(one.split("=", 1) for one in words[words.index("-v") + 1].split(",") if "=" in one)
+    if not names:  # a successor, which does not start here
+        print("43.server")
+        return 0
     nodefile = Path(os.environ["CALLS"]).parent / "nodefile"
     nodefile.write_text("".join(f"{host}\n" * GPUS for host in HOSTS), encoding="utf-8")
     place = {"PBS_JOBID": "42.server", "PBS_NODEFILE": str(nodefile), "PBS_O_WORKDIR": os.getcwd()}
     return run_job(Path(words[-1]).read_text(encoding="utf-8"), names | place)
 
 
+def qstat(words: list[str]) -> int:
+    keep("qstat", words)
+    if words[0] == "-f":
+        walltime = f"{LEFT // 3600:02}:00:00"
+        print(f"Job Id: {words[1]}\n    Resource_List.walltime = {walltime}\n    stime = {time.ctime()}")
+    else:
+        print(words[0])
+    return 0
+
+
+def bjobs(words: list[str]) -> int:
+    keep("bjobs", words)
+    print(f"{LEFT // 3600}:{LEFT // 60 % 60:02} L" if "time_left" in words else "PEND")
+    return 0
+
+
 def bsub(words: list[str]) -> int:
-    keep("bsub", words)
+    keep("bsub", words, predecessor=os.environ.get("PHALANX_PREDECESSOR"))
+    if "PHALANX_PREDECESSOR" in os.environ:
+        print("Job <43> is submitted to default queue <normal>.")
+        return 0
     ranks = Path(os.environ["CALLS"]).parent / "rankfile"
     ranks.write_text("".join(f"{host}\n" * GPUS for host in HOSTS), encoding="utf-8")
     hosts = " ".join(f"{host} {GPUS}" for host in HOSTS)

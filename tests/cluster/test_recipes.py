@@ -15,7 +15,7 @@ import phalanx
 import pytest
 import yaml
 
-from .. import ranks, retries
+from .. import processes, ranks, retries
 from ..fields import each
 from ..server import PHALANX, Server
 from . import stand_ins
@@ -110,6 +110,29 @@ def test_pbs_and_lsf(tmp_path, monkeypatch, name, submit, source):
         assert job.registered["batch"].startswith("42")
         assert job.drain("mpirun") == 0
         assert not hosts.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "submit", "again"),
+    [
+        ("pbs.sh", ["qsub", "-v", "MODEL=/m"], "qsub -v PHALANX_PREDECESSOR,PHALANX_SERVICE {}"),
+        ("lsf.sh", ["bsub"], "bsub < {}"),
+    ],
+)
+def test_a_service_of_pbs_and_lsf(tmp_path, monkeypatch, name, submit, again):
+    """The batch system tells when the job is ended, and the successor is submitted and looked after in time."""
+    monkeypatch.chdir(tmp_path)
+    script = HOSTFILES / name
+    words, stdin = (submit, script) if name == "lsf.sh" else ([*submit, str(script)], None)
+    lead = {"PHALANX_HANDOVER": str(LEFT - 15), "PHALANX_RESUBMIT_COMMAND": again.format(script)}
+    with Job(tmp_path, words, stdin, PHALANX_RESUBMIT="1", **lead) as job:
+        assert abs(job.registered["end"] - time.time() - LEFT) < 300 and job.ask() == 200
+        look = "qstat" if name == "pbs.sh" else "bjobs"
+        successor = "43.server" if name == "pbs.sh" else "43"
+        assert not processes.wait(lambda: successor not in sum(each(job.calls(look), "words"), []), 60), job.output
+        (file,) = (tmp_path / "state" / "phalanx" / "jobs").glob("*.json")
+        assert each(job.calls(submit[0]), "predecessor") == [None, file.stem]
+        assert job.drain("mpirun") == 0
 
 
 def test_flux(tmp_path, monkeypatch):

@@ -82,6 +82,37 @@ def test_a_command_of_the_users_elsewhere(environ, look):
         resubmission.plan(Options(resubmit=True, time_left="4h"), environ, time.time())
 
 
+def started(ago):
+    """A time in the past as PBS writes it."""
+    return time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(time.time() - ago))
+
+
+@pytest.mark.parametrize(
+    "name, program, told, left",
+    [
+        ("PBS_JOBID", "qstat", "    stime = {}\n    Resource_List.walltime = 04:00:00\n    qtime = x", 4 * 3600 - 600),
+        ("PBS_JOBID", "qstat", "    Resource_List.walltime = 04:00:00\n    start_time = {}\n", 4 * 3600 - 600),
+        ("PBS_JOBID", "qstat", "    stime = {}\n", None),  # no limit
+        ("LSB_JOBID", "bjobs", "3:50 L\n", 3 * 3600 + 50 * 60),
+        ("LSB_JOBID", "bjobs", "3:50 E\n", None),
+        ("LSB_JOBID", "bjobs", "-\n", None),
+    ],
+)
+def test_the_time_that_pbs_and_lsf_tell(tmp_path, name, program, told, left):
+    (tmp_path / "told").write_text(told.format(started(600)))
+    (tmp_path / program).write_text(f'#!/bin/bash\n[ "${{@: -1}}" = 7 ] && cat {tmp_path}/told\n')
+    (tmp_path / program).chmod(stat.S_IRWXU)
+    now, environ = time.time(), {name: "7", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    options = Options(resubmit=True, resubmit_command="qsub job.sh")
+    if left is None:
+        with pytest.raises(FatalError, match="--time-left"):
+            resubmission.plan(options, environ, now)
+    else:
+        assert resubmission.plan(options, environ, now).end == pytest.approx(now + left, abs=2)
+        options = Options(resubmit=True, resubmit_command="qsub job.sh", time_left="1h")
+        assert resubmission.plan(options, environ, now).end == pytest.approx(now + 3600, abs=2)
+
+
 def test_what_is_refused(slurm):
     now = time.time()
     with pytest.raises(FatalError, match="--resubmit-command"):
