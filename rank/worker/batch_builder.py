@@ -50,6 +50,14 @@ def build_batches(
     return [batch.batch(its_ids, left, caches) for batch, its_ids in zip(batches, split_ids, strict=True)], sampled_rows
 
 
+def sampled_at(batches: list[Batch]) -> Tensor:
+    """[S] indices of the sampled tokens among those of all microbatches."""
+    if len(batches) == 1:
+        return batches[0].sample_at
+    starts = itertools.accumulate((len(one.ids) for one in batches[:-1]), initial=0)
+    return torch.cat([one.sample_at + start for one, start in zip(batches, starts, strict=True)])
+
+
 def microbatch_split(state: BatchState, scheduled: ScheduledBatch, min_tokens: int) -> int:
     """The split of a step: the number of tokens of its first microbatch, or 0 if it stays whole.
 

@@ -32,7 +32,7 @@ from ..model.base import Model
 from ..model.batch import Batch
 from ..model.cache_spec import Caches
 from ..model.drafts import DraftSource
-from .batch_builder import build_batches, following_ids
+from .batch_builder import build_batches, following_ids, sampled_at
 from .cpu_graphs import CpuDecodeGraphs, Head
 from .drafting import Drafting, DraftStep
 from .graphs import DecodeGraphs, gemms
@@ -382,34 +382,37 @@ class ModelRunner:
         drafts = self._drafting is not None and (plan.wanted > 0 or plan.follows)
         every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order
         embeddings, heads = self._images.embeddings(scheduled), self._further_heads(scheduled)
-        eager = embeddings is not None or heads is not None  # no graph has what these need
-        if self._graphs is not None and self._graphs.supports(scheduled) and not every and not eager:
+        eager = every or embeddings is not None or heads is not None  # no graph has what these need
+        if self._graphs is not None and self._graphs.supports(scheduled) and not eager:
             replayed, sampled_rows = self._graphs.replay(scheduled)
             output = self._sample(replayed, sampled_rows, scheduled, plan.step, self._graphs.head)
             if not drafts:
                 return output
             of = [self._graphs.batch(scheduled)], replayed, sampled_rows, scheduled, output.ids
             return output._replace(drafts=self._draft(*of, plan.wanted, replayed=True))
-        every = every or drafts or bool(self.model.aux_layers)  # these are of all tokens
-        eager = eager or every
         if self._piecewise is not None and self._piecewise.supports(scheduled) and not eager:
-            sampled, sampled_rows = self._piecewise.replay(scheduled)
-            if not len(sampled_rows):
-                return DeviceOutput()
-            return self._sample(sampled, sampled_rows, scheduled, plan.step)
-        last_token_only = self.mesh.last and not every
+            hidden, batch, sampled_rows = self._piecewise.replay(scheduled)
+            output = DeviceOutput()
+            if len(sampled_rows):
+                output = self._sample(hidden[batch.sample_at], sampled_rows, scheduled, plan.step)
+            if drafts:
+                made = self._draft([batch], hidden, sampled_rows, scheduled, output.ids, plan.wanted)
+                output = output._replace(drafts=made)
+            return output
+        # A draft model reads all tokens.
+        last_token_only = self.mesh.last and not (every or drafts or self.model.aux_layers)
         min_tokens = 0 if eager else self._limits.microbatch_tokens
         batches, sampled_rows = build_batches(
             self.state, scheduled, self._last, self.caches, self._upload, last_token_only, min_tokens
         )
         batches[0].embeddings, batches[0].beyond = embeddings, heads is not None
         pipe = self.mesh.pipe
-        hidden = None
+        received = None
         if not self.mesh.first:
             shape = int(scheduled.counts.sum()), self.model.received_size
-            hidden = torch.empty(shape, dtype=self.model.dtype, device=self.device)
-            pipe.recv(hidden, pipe.rank - 1)
-        hidden = self.model.forward(batches, hidden)
+            received = torch.empty(shape, dtype=self.model.dtype, device=self.device)
+            pipe.recv(received, pipe.rank - 1)
+        hidden = self.model.forward(batches, received)
         if not self.mesh.last:
             pipe.send(hidden, pipe.rank + 1)
             if self.mesh.first and len(sampled_rows):
@@ -419,7 +422,7 @@ class ModelRunner:
         scored = self._scorer.score(hidden, scheduled) if not self._scorer.empty else {}
         output = DeviceOutput()
         if scheduled.samples.any():
-            sampled = hidden if last_token_only else hidden[batches[0].sample_at]
+            sampled = hidden if last_token_only else hidden[sampled_at(batches)]
             output = self._sample(sampled, sampled_rows, scheduled, plan.step, heads=heads)
             output = output._replace(pooled=pooled, scored=scored)
         if drafts:
@@ -433,9 +436,8 @@ class ModelRunner:
     ) -> Tensor | None:  # fmt: skip
         """Drafts [R, wanted] of the rows that sample, on every rank of the last stage. ids: [S], what was sampled."""
         assert self._drafting is not None
-        (batch,) = batches
-        at, following = batch.sample_at, ids
-        if ids is None or len(ids) < len(batch.ids):
+        at, following = sampled_at(batches), ids
+        if ids is None or len(ids) < sum(len(one.ids) for one in batches):
             (following,) = self._upload.send([following_ids(self.state, scheduled)])
             if ids is not None:
                 following[at] = ids
@@ -444,7 +446,7 @@ class ModelRunner:
         if ids is not None and scheduled.query_len > 1:
             newest = self._newest(ids, scheduled)
             at, sampled_rows = at[newest], sampled_rows[newest]
-        lengths = batch.positions[at] + 2
+        lengths = torch.cat([one.positions for one in batches])[at] + 2
         assert following is not None
         return self._drafting.step(
             DraftStep(batches, scheduled, hidden, following, at, sampled_rows.long(), lengths, wanted, replayed)

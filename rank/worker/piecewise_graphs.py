@@ -120,8 +120,9 @@ class PiecewiseGraphs:
     def supports(self, scheduled: ScheduledBatch) -> bool:
         return 0 < int(scheduled.counts.sum()) <= self.most
 
-    def replay(self, scheduled: ScheduledBatch) -> tuple[Tensor, Tensor]:
-        """The residual stream [S, hidden] of the sampled tokens of a supported step, and their rows [S] int64."""
+    def replay(self, scheduled: ScheduledBatch) -> tuple[Tensor, Batch, Tensor]:
+        """The residual stream [T, hidden] of a supported step, valid until the next replay, its batch, and the rows of
+        sampled tokens [S] int64."""
         (batch,), rows = build_batches(self.state, scheduled, self.last, self.caches, self.upload)
         n = len(batch.ids)
         size = min(size for size in self._captured if size >= n)
@@ -132,7 +133,7 @@ class PiecewiseGraphs:
         self._replayed.batch = batch
         segmented, hidden = self._captured[size]
         segmented.replay(n)
-        return hidden[batch.sample_at], rows
+        return hidden[:n], batch, rows
 
     def _run(self, size: int) -> Tensor:
         """The step's residual stream, without what is not captured where there is no step yet."""

@@ -15,6 +15,7 @@ from phalanx.rank import protocol
 from phalanx.rank.model.drafts import find
 from phalanx.rank.options import Options
 from phalanx.rank.scheduler.speculation import CATCH_UP
+from phalanx.rank.worker import batch_builder, piecewise_graphs
 from phalanx.rank.worker.engine import Engine, RankContext
 from phalanx.rank.worker.executor import LocalExecutor, follow
 
@@ -25,6 +26,7 @@ from .model.harness import tokens
 from .model.test_architectures import write
 from .speculating import Drafts, Hasty, Server, check
 from .worker.test_drafting import GREEDY, Definition
+from .worker.test_piecewise_graphs import always, on_cpu  # noqa: F401
 
 PROMPTS, MOST, WANTED = (3, 40, 17, 25), 6, 2
 RESTS = 40  # steps before the first draft
@@ -74,8 +76,8 @@ class Resting(Drafts):
         self.firsts.append((sequence.id, len(sequence.tokens) - sequence.prompt_len, drafts[0]))
 
 
-def drafted(path, options, tp, pp, budget):
-    """The tokens of each request, and the drafts behind each of them."""
+def drafted(path, options, tp, pp, budget, prepare=lambda runner: None):
+    """The tokens of each request, and the drafts behind each of them. prepare: gets each rank's runner."""
     texts = [tokens(count, seed=count) for count in PROMPTS]
     found = []
 
@@ -92,6 +94,7 @@ def drafted(path, options, tp, pp, budget):
         )  # fmt: skip
         limits = engine.load()
         assert limits.draft_model in ("mtp", "eagle3", "draft")
+        prepare(engine.runner)
         control = ThreadPlanBroadcast(world)
         if world.rank:
             follow(engine.runner, control, None)
@@ -129,11 +132,45 @@ def drafted(path, options, tp, pp, budget):
 ])  # fmt: skip
 def test_drafts_come_with_each_steps_tokens(made, name, tp, pp):
     """Prompts in chunks beside others that decode, replayed steps and eager ones, and blocks of earlier requests."""
-    path, options = made(name)
+    compare(*made(name), tp, pp, 16)
+
+
+@pytest.mark.parametrize("name, tp, pp", [("deepseek_v3", 2, 1), ("eagle3", 1, 1), ("eagle3", 1, 2)])
+def test_drafts_of_steps_that_are_cut_into_microbatches(made, name, tp, pp, monkeypatch):
+    monkeypatch.setattr(batch_builder, "TILE", 4)
+    split, cuts = batch_builder.microbatch_split, []
+    monkeypatch.setattr(batch_builder, "microbatch_split", lambda *of: cuts.append(split(*of)) or cuts[-1])
+
+    def prepare(runner):
+        runner._limits = runner._limits._replace(microbatch_tokens=4)
+
+    compare(*made(name), tp, pp, 16, prepare)
+    assert sum(at > 0 for at in cuts) >= 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replays of a CPU")
+@pytest.mark.parametrize("name", ["qwen3", "eagle3", "draft"])
+@pytest.mark.usefixtures("on_cpu", "always")
+def test_drafts_of_steps_with_prompts_that_are_replayed(made, name, monkeypatch):
+    replay, count = piecewise_graphs.PiecewiseGraphs.replay, []
+    monkeypatch.setattr(piecewise_graphs.PiecewiseGraphs, "replay", lambda *of: count.append(1) or replay(*of))
+
+    def prepare(runner):
+        with torch.no_grad():
+            of = runner.model, runner.state, runner._last, runner.caches, runner._upload
+            runner._piecewise = piecewise_graphs.PiecewiseGraphs(*of, 64, 0)
+            runner._piecewise.capture(runner.mesh.tensor, lambda done: None)
+
+    compare(*made(name), 1, 1, 16, prepare)
+    assert len(count) >= 4
+
+
+def compare(path, options, *how):
+    """Each step's drafts are those of its sequences alone."""
     wanted = find.Wanted(options["speculate"], options.get("draft_model", ""), dtype="f32")
     definition = Definition(path, wanted)
     checked = 0
-    for prompt, (sampled, drafts) in drafted(path, options, tp, pp, 16):
+    for prompt, (sampled, drafts) in drafted(path, options, *how):
         assert len(drafts) >= len(sampled) == MOST
         for i, found in enumerate(drafts[:MOST]):
             ids = prompt + sampled[: i + 1]
@@ -211,9 +248,9 @@ def test_a_head_that_has_missed_tokens_reads_some_before_it_drafts():
 
     torch.set_num_threads(1)
     threads.run(rank, 1)
-    (rested, count, texts), (followed, _, one), (always, _, other) = found
+    (rested, count, texts), (followed, _, one), (whole, _, other) = found
     assert texts == one == other and count >= 100
-    assert rested < always - 0.1 and followed > rested + 0.1 and followed > always - 0.1
+    assert rested < whole - 0.1 and followed > rested + 0.1 and followed > whole - 0.1
 
 
 @pytest.mark.parametrize("kind, tp, pp", [

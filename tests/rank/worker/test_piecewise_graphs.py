@@ -113,7 +113,8 @@ class Rank:
             out
         ) in self.graphs._replayed._outs.values():  # rows that fill the step up: nobody reads what becomes of them
             out.fill_(torch.nan)
-        got, same = self.graphs.replay(work)
+        got, of, same = self.graphs.replay(work)
+        got = got[of.sample_at]
         assert torch.equal(same, chosen) and got.shape == want.shape
         pairs = [pair for layers in zip(self.replayed, self.plain, strict=True) for pair in zip(*layers, strict=True)]
         pairs += [(got, want)] * (len(got) > 0)
