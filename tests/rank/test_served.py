@@ -120,6 +120,7 @@ EMBEDDING_GAINS = {
     "qwen3_next mixed": 0.5,
     "nemotron_h": 0.5,
     "gpt_neox": 0.5,
+    "falcon": 0.5,
 }
 # A factor on the norms of queries. Gemma 4 does not scale its scores: the weights of its norms do.
 # With weights of 1, scores reach a head's size, and each layer's softmax multiplies their rounding: transformers' own

@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 class Layer(llama.Layer):
-    ATTENTION = Attention
+    ATTENTION: type[nn.Module] | None = Attention
 
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)

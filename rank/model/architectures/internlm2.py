@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ....comm.mesh import Mesh
 from .. import base
@@ -24,7 +25,7 @@ class Args(llama.Args):
 class GroupedQKV(QKVParallel):
     """Each key head is a source of its own, so that this rank's outputs lie as in other models."""
 
-    def __init__(self, args: Args, mesh: Mesh):
+    def __init__(self, args: llama.Args, mesh: Mesh):
         heads, kv_heads, dim = args.num_attention_heads, args.num_key_value_heads, args.head_dim
         super().__init__(args.hidden_size, heads, kv_heads, dim, mesh, args.qkv_bias)
         queries = even(heads, mesh.tensor.rank, mesh.tensor.size)
@@ -41,7 +42,7 @@ class GroupedQKV(QKVParallel):
 
 
 class Attention(llama.Attention):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+    def __init__(self, args: llama.Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
         self.qkv_proj = GroupedQKV(args, mesh)
 
@@ -51,7 +52,7 @@ class Layer(llama.Layer):
 
 
 class Model(base.Model):
-    LAYER = Layer
+    LAYER: ClassVar[type[base.Layer]] = Layer
     RENAMED = {
         "model.tok_embeddings.": "model.embed_tokens.", "output.": "lm_head.", ".attention_norm.": ".input_layernorm.",
         ".ffn_norm.": ".post_attention_layernorm.", ".attention.wqkv.": ".self_attn.qkv_proj.",

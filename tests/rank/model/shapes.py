@@ -478,6 +478,18 @@ MODELS = {
         model_type="cohere", logit_scale=0.7, use_qk_norm=True, attention_bias=True, tie_word_embeddings=False,
         num_key_value_heads=1, rope_parameters=dict(rope_type="default", rope_theta=1e3),
     ),
+    "falcon": dict(model_type="falcon", num_attention_heads=6, num_kv_heads=6, ffn_hidden_size=100),
+    "falcon of groups": dict(
+        model_type="falcon", num_kv_heads=6, new_decoder_architecture=True, bias=True, tie_word_embeddings=False,
+    ),
+    "falcon of groups with a norm": dict(
+        model_type="falcon", num_kv_heads=6, new_decoder_architecture=True, num_ln_in_parallel_attn=1,
+        activation="gelu_new",
+    ),
+    "falcon in turn": dict(
+        model_type="falcon", num_attention_heads=6, num_kv_heads=6, multi_query=False, parallel_attn=False, bias=True,
+        ffn_hidden_size=100,
+    ),
     "gptj": dict(model_type="gptj", num_attention_heads=6, num_key_value_heads=None, rotary_dim=4, n_inner=100),
     "gptj rotated whole": dict(
         model_type="gptj", num_attention_heads=6, num_key_value_heads=None, rotary_dim=8, activation_function="gelu",

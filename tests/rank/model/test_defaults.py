@@ -16,7 +16,14 @@ from .test_refused import TYPES
 # transformers has no class of the others, or one whose text_config must be whole.
 KNOWN = sorted(one for one in TYPES if one in transformers.CONFIG_MAPPING and "text_config" not in TYPES[one])
 # Tensors' shapes say these; and a context that config.json does not give is short here, whatever the class says.
-SIZES = {"max_position_embeddings", "num_key_value_heads", "head_dim", "v_head_dim", "word_embed_proj_dim"}
+SIZES = {
+    "max_position_embeddings",
+    "num_key_value_heads",
+    "head_dim",
+    "v_head_dim",
+    "word_embed_proj_dim",
+    "ffn_hidden_size",
+}
 SIZES |= {"linear_head_dim", "mamba_n_heads", "mamba_d_head", "mamba_d_ssm"}
 # Keys whose meaning is in the windows, the experts and the ropes of the layers.
 OF_LAYERS = {"layer_types", "max_window_layers", "no_rope_layers", "sliding_window_pattern", "rope_parameters"}

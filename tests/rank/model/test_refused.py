@@ -35,6 +35,7 @@ REFUSED = [
     ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported"),
     ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size is 0, expected int, at least 1"),
     ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "layer type 'sliding_attention' is not supported"),
+    ("falcon", {"alibi": True}, "alibi True is not supported"),
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),
     ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim 24 is not supported"),
     ("gpt_bigcode", {"n_head": "many"}, "config.json: n_head is 'many', not a positive integer"),
@@ -248,7 +249,7 @@ def test_ropes_that_differ_between_layers(tmp_path, model_type):
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_unknown_activations(tmp_path, model_type):
-    keys = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
+    keys = ("hidden_act", "hidden_activation", "activation", "activation_function", "mlp_hidden_act")
 
     def sine(text):
         given = [key for key in keys if key in text] or ["hidden_act"]

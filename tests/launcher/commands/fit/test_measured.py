@@ -90,6 +90,7 @@ OTHERS = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), {"n_inner": 500}),
+    "falcon": {"ffn_hidden_size": 500, "num_kv_heads": 6, "new_decoder_architecture": True},
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 3, "block_multiple_of": 1}),
     "ernie4_5_moe": {"moe_num_experts": 7, "moe_k": 2},
     "falcon_h1": {"mamba_n_heads": 12, "mamba_d_ssm": 768, "mamba_d_state": 32},
