@@ -45,7 +45,7 @@ class ShmAllReduce:
 
     def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         """residual += the ranks' sum of x, then x = the norm of it. All contiguous, x and residual [T, H]."""
-        rest = x, residual, weight, None, *x.shape, float(eps)
+        rest = x, residual, weight, None, None, *x.shape, float(eps)  # no bias, and nothing to be added
         ops.run(self._call(x), (ops.op("norm", "add_rms_norm_f32"), rest))
 
     def _call(self, x: Tensor) -> tuple[ops.Op, tuple[ops.Value, ...]]:
