@@ -61,9 +61,8 @@ KEYS = {
 
 def random_q8_0(outputs: int, inputs: int) -> Packed:
     codes = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, device="cuda")
-    return cuda_layouts.pack_bytes(
-        codes, (torch.rand(outputs, inputs // 32, device="cuda") / 4096).half(), cuda_layouts.Q8_0
-    )
+    scales = (torch.rand(outputs, inputs // 32, device="cuda") / 4096).half()
+    return cuda_layouts.pack(cuda_layouts.Q8_0, codes, scales=scales)
 
 
 def random_int4(outputs: int, inputs: int, zeros: bool = False) -> Packed:

@@ -28,8 +28,8 @@ ALIKE = 4, 2, 1  # tiles of e4m3_wide with the same scales: more would be more t
 
 
 def pack(layout: Layout, codes: Tensor, **tables: Tensor) -> Packed:
-    """Numbers [O, N] by the names of the layout's tables, on any device."""
-    return Packed(layout.tables.pack({"codes": codes, **tables}), len(codes), layout)
+    """Numbers [O, N] by the names of the layout's tables, on any device; codes of 8 bits of any dtype."""
+    return Packed(layout.tables.pack({"codes": codes.view(torch.uint8), **tables}), len(codes), layout)
 
 
 def scaled(numbers: Tensor, scales: Tensor) -> Tensor:
@@ -126,16 +126,6 @@ def super_blocks(form: SuperBlock) -> Layout:
     return _layout("super_blocks", INT4_INPUTS, widening, tables, plain, sizes=sizes)
 
 
-def pack_bytes(codes: Tensor, scales: Tensor, layout: Layout) -> Packed:
-    """Codes [O, I] of 8 bits and a scale for each 32 inputs [O, I / 32], by which they are multiplied, as Q8_0 or E4M3
-    has them."""
-    outputs, inputs = codes.shape
-    if inputs % 32 or scales.shape != (outputs, inputs // 32):
-        wanted = f"{layout.header} needs one scale for each 32 inputs"
-        raise ValueError(f"{wanted}: codes {codes.shape}, scales {scales.shape}")
-    return pack(layout, codes.view(torch.uint8), scales=scales)
-
-
 def takes_wide(inputs: int, unit: int) -> bool:
     """Whether e4m3 of so many inputs, of which `unit` share a scale, can have tiles of 128 inputs."""
     return inputs % WIDE == 0 and unit % WIDE == 0 and inputs > 0
@@ -152,11 +142,7 @@ def wide(unit: int, weight_only: bool = False) -> Layout:
 
 def pack_wide(codes: Tensor, scales: Tensor, weight_only: bool = False) -> Packed:
     """Codes of e4m3 [O, I] uint8 and scales [O, G] f32, by which they are multiplied; I / G is a multiple of 128."""
-    (outputs, inputs), of_output = codes.shape, max(scales.shape[-1], 1)
-    if inputs % (WIDE * of_output) or scales.shape != (outputs, of_output):
-        wanted = f"e4m3_wide needs one scale for each {WIDE} inputs or more"
-        raise ValueError(f"{wanted}: codes {codes.shape}, scales {scales.shape}")
-    unit = inputs // of_output
+    unit = codes.shape[1] // scales.shape[-1]
     return pack(wide(unit, weight_only), codes, scales=scales.float().repeat_interleave(unit // WIDE, 1))
 
 
@@ -165,9 +151,7 @@ def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool =
 
     Groups have a multiple of 32 inputs, tiles 64. stored_zeros: also where all are ZERO.
     """
-    (outputs, inputs), group = codes.shape, codes.shape[1] // scales.shape[1]
-    if inputs % INT4_INPUTS or group % 32 or scales.shape != zeros.shape or scales.shape != (outputs, inputs // group):
-        raise ValueError(f"int4 takes groups of 32, 64 or more inputs: codes {codes.shape}, scales {scales.shape}")
+    group = codes.shape[1] // scales.shape[1]
     of_scale = INT4_INPUTS if group % INT4_INPUTS == 0 else 32
     layout = int4(of_scale, stored_zeros or bool((zeros != ZERO).any()))
     tables = {"scales": scales.to(torch.float16), "zeros": zeros.to(torch.uint8)}

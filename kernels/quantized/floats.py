@@ -88,7 +88,7 @@ def pack_for_gpus(plain: Floats, weight_only: bool = False) -> packed_gemm.Packe
     if cuda_layouts.takes_wide(plain.inputs, plain.unit):
         return cuda_layouts.pack_wide(plain.codes, plain.scales, weight_only)
     scales = plain.scales.repeat_interleave(plain.unit // cuda_layouts.E4M3.inputs, 1)
-    return cuda_layouts.pack_bytes(plain.codes, scales, cuda_layouts.E4M3)
+    return cuda_layouts.pack(cuda_layouts.E4M3, plain.codes, scales=scales)
 
 
 def in_packed_tiles(inputs: int, unit: int) -> bool:

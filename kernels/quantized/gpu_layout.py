@@ -16,7 +16,7 @@ from torch import Tensor
 from . import cpu_layouts, cuda_layouts, e4m3_cpu, floats, packed_gemm
 from .floats import Floats
 from .ggml_types import Decoded
-from .stack import Stack, padded
+from .stack import Stack, flat, padded
 
 CHUNK = 16 << 20  # bytes that are repacked at once: what that takes beside them is a few times as much
 
@@ -43,10 +43,8 @@ class Parts(NamedTuple):
             return Floats(*tensors)
         (_, outputs, inputs), packed, count = self.stack.shape, self.stack.packed, len(tensors[0])
         rest = iter(tensors)
-        made = type(packed)(*(next(rest).flatten(0, 1) if isinstance(one, Tensor) else one for one in packed))
-        if "outputs" in made._fields:
-            made = made._replace(outputs=count * padded(outputs))
-        return Stack(made, (count, outputs, inputs))
+        made = [next(rest) if isinstance(one, Tensor) else one for one in packed]
+        return Stack(flat(type(packed), made, count * padded(outputs)), (count, outputs, inputs))
 
 
 def parts(stack: Any) -> Parts:

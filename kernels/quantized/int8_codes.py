@@ -85,7 +85,7 @@ def signed(codes: Tensor, scales: Tensor) -> Encoded:
 def pack(codes: Tensor, scales: Tensor) -> Packed:
     """Codes int8 [O, I] and scales f16 [O, I / 32], none below 0."""
     if target.of(codes) == "cuda":
-        return cuda_layouts.pack_bytes(codes, scales, cuda_layouts.Q8_0)
+        return cuda_layouts.pack(cuda_layouts.Q8_0, codes, scales=scales)
     if not blocks_cpu.takes(codes):
         return Encoded(codes, scales)
     return cpu_layouts.pack(cpu_layouts.Q8_0, codes.view(torch.uint8), scales=scales)

@@ -111,10 +111,10 @@ def _packed(
                     mine = x[begin - first : end - first]
                     to[begin - some.start : end - some.start].copy_(mine, non_blocking=True)
     _wait(made, in_host)
-    return [_flat(type(made), room, len(some) * padded_outputs) for (some, _), room in zip(parts, rooms, strict=True)]
+    return [flat(type(made), room, len(some) * padded_outputs) for (some, _), room in zip(parts, rooms, strict=True)]
 
 
-def _flat(kind: type[Any], room: Sequence[Any], outputs: int) -> Any:
+def flat(kind: type[Any], room: Sequence[Any], outputs: int) -> Any:
     """A packed form of tensors [experts, ...]."""
     made = kind(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in room))
     return made._replace(outputs=outputs) if "outputs" in made._fields else made

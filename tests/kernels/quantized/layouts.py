@@ -5,11 +5,11 @@ from phalanx.kernels.quantized import cuda_layouts
 
 
 def q8_0(codes, scales):
-    return cuda_layouts.pack_bytes(codes, scales, cuda_layouts.Q8_0)
+    return cuda_layouts.pack(cuda_layouts.Q8_0, codes, scales=scales)
 
 
 def e4m3(codes, scales):
-    return cuda_layouts.pack_bytes(codes, scales, cuda_layouts.E4M3)
+    return cuda_layouts.pack(cuda_layouts.E4M3, codes, scales=scales)
 
 
 def mxfp4(codes, scales):

@@ -62,8 +62,6 @@ def test_packed_tiles_of_gpus_and_back(outputs, inputs, unit):
 
 
 def test_what_stays_as_it_is_stored():
-    with pytest.raises(ValueError, match="scale.*32 inputs"):
-        layouts.e4m3(*make(16, 96, 96))
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert floats.kept_bits(256, 128, cpu) == 8.25 and floats.kept_bits(256, 128, cuda) == 8.25
     assert floats.kept_bits(192, 64, cuda) == 9

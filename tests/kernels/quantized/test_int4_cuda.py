@@ -58,9 +58,3 @@ def test_where_a_lane_finds_its_codes():
                     assert torch.equal(packed_tile[begin : begin + 4].clone().view(torch.float16), scales[pair])
                     begin = 512 + 64 + 16 * i + 2 * g
                     assert torch.equal(packed_tile[begin : begin + 2].short(), zeros[pair])
-
-
-def test_what_cannot_be_packed():
-    for codes, scales, zeros in (make(4, 96, 32, False), make(4, 128, 16, False)):
-        with pytest.raises(ValueError, match="groups.*32.*64"):
-            cuda_layouts.pack_int4(codes, scales, zeros)

@@ -40,11 +40,3 @@ def test_where_a_lane_finds_its_codes():
                         assert words[2 * s + h] == want
                 pair = packed_tile[512 + 4 * g : 516 + 4 * g].view(torch.float16)
                 assert torch.equal(pair, scales[[n_tile * 16 + g, n_tile * 16 + g + 8], group])
-
-
-def test_what_cannot_be_packed():
-    codes, scales = make(4, 64)
-    with pytest.raises(ValueError, match="scale.*32 inputs"):
-        layouts.q8_0(codes, scales[:, :1])
-    with pytest.raises(ValueError, match="scale.*32 inputs"):
-        layouts.q8_0(codes[:, :40], scales)
