@@ -14,7 +14,6 @@ from .ggml_types import Numbers, Type
 
 CHUNK = 1 << 23  # elements that are encoded at once on GPUs: what that takes is small beside a matrix
 CPU_CHUNK = 1 << 18  # and by torch on CPUs: they stay in a cache
-GROUP = 32
 F16_MAX = 65504.0
 
 
@@ -23,11 +22,8 @@ def encode(type: Type, weight: Tensor) -> Tensor:
     if not ops.reads(weight):
         return by_groups(type, weight, encode_groups)
     blocks = weight.new_empty(len(weight), weight.shape[1] // type.form.super * type.bytes, dtype=torch.uint8)
-    if type.scale_bits:
-        scale_search.encode(type.name, weight, blocks, weight.numel() // type.form.super)
-    else:
-        encoder = ops.typed("group_encoder", f"encode_{type.name}", weight.dtype)
-        encoder(weight, blocks, weight.numel() // GROUP)
+    encoder = ops.typed("ggml_encoders", f"encode_{type.name}", weight.dtype)
+    encoder(weight, blocks, weight.numel() // type.form.super, scale_search.STEPS)
     return blocks
 
 
@@ -110,11 +106,3 @@ def shared_factor(scales: Tensor, numbers: int) -> tuple[Tensor, Tensor]:
     largest = scales.gather(-1, scales.abs().argmax(-1, keepdim=True))
     factors = (largest / -numbers).clamp(-F16_MAX, F16_MAX).to(torch.float16)
     return factors, scale_search.codes_of(scales, factors.float().squeeze(-1), -numbers, numbers - 1)
-
-
-def encode_signed_q5_0(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Q5_0 in the form of Q8_0 by C++: codes int8 [O, I] around 0, and scales f16 [O, I / 32], none below 0."""
-    codes = weight.new_empty(weight.shape, dtype=torch.int8)
-    scales = weight.new_empty(len(weight), weight.shape[1] // GROUP, dtype=torch.float16)
-    ops.typed("group_encoder", "encode_signed_q5_0", weight.dtype)(weight, codes, scales, scales.numel())
-    return codes, scales

@@ -100,13 +100,9 @@ class Int8Codes:
         self.type, self.name = type, type.name
         self.FORMS: tuple[Callable[..., Any], ...] = (self.pack,)
 
-    def encode(self, weight: Tensor) -> Encoded:
-        """weight [O, I] of any float dtype → what gguf-py's blocks of it mean, bit for bit."""
-        if self.name == "q8_0":
-            return encode(weight)
-        if ops.reads(weight):
-            return Encoded(*ggml_encoders.encode_signed_q5_0(weight))
-        return self.encoded(ggml_encoders.encode(self.type, weight))
+    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """weight [O, I] of any float dtype → what gguf-py's blocks of it mean, bit for bit, for `pack`."""
+        return encode(weight) if self.name == "q8_0" else self.from_blocks(ggml_encoders.encode(self.type, weight))
 
     def from_blocks(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """blocks uint8 [O, bytes], as ggml's files hold them: what `pack` takes."""

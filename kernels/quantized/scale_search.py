@@ -30,7 +30,7 @@ def signed(groups: Tensor, most: int) -> Tensor:
 def _search(groups: Tensor, scales: Tensor, minima: Tensor | None, most: int) -> bool:
     """Search by C++ or Triton; False: neither takes these."""
     if ops.reads(groups):
-        ops.op("scale_search", "scale_search")(groups, scales, minima, scales.numel(), groups.shape[-1], most, STEPS)
+        ops.op("ggml_encoders", "scale_search")(groups, scales, minima, scales.numel(), groups.shape[-1], most, STEPS)
         return True
     if groups.is_cuda and groups.numel() > 0:
         from . import scale_search_triton
@@ -73,11 +73,6 @@ def signed_reference(groups: Tensor, most: int) -> Tensor:
         better = (error < best) & (squares > 0)
         best, found = torch.where(better, error, best), torch.where(better, scale, found)
     return found
-
-
-def encode(type: str, weight: Tensor, blocks: Tensor, supers: int) -> None:
-    """Fill ggml's blocks, so many, of a weight [O, I], of Q2_K to Q6_K, where `ops.reads` takes that."""
-    ops.typed("scale_search", f"encode_{type}", weight.dtype)(weight, blocks, supers, STEPS)
 
 
 def codes_of(groups: Tensor, scales: Tensor, low: int, high: int) -> Tensor:

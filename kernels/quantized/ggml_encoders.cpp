@@ -1,7 +1,7 @@
-// Scales of groups of weights, and minima, with which little is lost when they are rounded: scale_search.py has the
-// method. And whole super-blocks of the K types, as ggml_encoders.py makes them of these scales, bit for bit.
+// Weights as blocks of ggml's types, as ggml_encoders.py rounds them, bit for bit: Q4_0, Q4_1, Q5_0 and Q5_1 by `centred`
+// and `spanned`; the K types by scales of groups, and minima, with which little is lost: scale_search.py has the method.
 //
-// Each lane of a vector has a group of its own in the search, so that nothing is added across lanes.
+// Each lane of a vector has a group of its own in that search, so that nothing is added across lanes.
 
 #include "op.h"
 #include "simd.h"
@@ -14,9 +14,9 @@ struct Search {
 };
 
 struct Encode {
-    const void* weight;  // [supers, 256]
+    const void* weight;  // [supers, 32 or 256]
     void* blocks;        // as ggml's files hold them
-    int64_t supers, steps;
+    int64_t supers, steps;  // steps: of the search
 };
 
 // Elements of LANES groups, one after the other.
@@ -221,14 +221,92 @@ template <typename K, typename T> void encode(const Encode& a, int part, int par
     }
 }
 
+constexpr int GROUP = 32, VECTORS = GROUP / LANES;
+
+typedef Vec Weights[VECTORS];
+
+template <typename T> INLINE void read(const void* weight, int64_t group, Weights& x) {
+    for (int v = 0; v < VECTORS; v++) x[v] = load((const T*)weight + group * GROUP + v * LANES);
+}
+
+INLINE void find_ends(const Weights& x, float& low, float& high) {
+    Vec least = x[0], most = x[0];
+    for (int v = 1; v < VECTORS; v++) least = x[v] < least ? x[v] : least, most = x[v] > most ? x[v] : most;
+    low = -largest(-least), high = largest(most);
+}
+
+// Codes are (x - less) / scale, clamped to -zero and most - zero, plus zero, rounded half up. Clamped before zero is
+// added: a product would be contracted with the sum.
+INLINE void to_codes(const Weights& x, float less, float scale, float zero, float most, uint8_t* y) {
+    alignas(64) int32_t codes[GROUP];
+    const float inverse = scale == 0 ? 0 : 1 / scale;
+    const Vec low = fill(-zero), high = fill(most - zero);
+    for (int v = 0; v < VECTORS; v++) {
+        Vec code = (x[v] - less) * inverse;
+        code = code > high ? high : code;
+        code = code < low ? low : code;
+        const Ints whole = __builtin_convertvector(code + (zero + 0.5f), Ints);
+        memcpy(codes + v * LANES, &whole, sizeof whole);
+    }
+    for (int i = 0; i < GROUP; i++) y[i] = (uint8_t)codes[i];
+}
+
+// With the scale that makes -MIDDLE of the largest weight, the first one where several are as large.
+template <int MIDDLE> INLINE void centred(const Weights& x, Numbers& y) {
+    float low, high;
+    find_ends(x, low, high);
+    float end = high > -low ? high : low;
+    if (high == -low) {
+        alignas(64) float each[GROUP];
+        for (int v = 0; v < VECTORS; v++) store(each + v * LANES, x[v]);
+        int first = 0;
+        while (each[first] != low && each[first] != high) first++;
+        end = each[first];
+    }
+    const float scale = end / -MIDDLE;
+    y.factors[0] = narrow<f16>(scale);
+    to_codes(x, 0, scale, MIDDLE, 2 * MIDDLE - 1, y.codes);
+}
+
+template <int MAX_CODE> INLINE void spanned(const Weights& x, Numbers& y) {
+    float low, high;
+    find_ends(x, low, high);
+    const float scale = (high - low) / MAX_CODE;
+    y.factors[0] = narrow<f16>(scale), y.factors[1] = narrow<f16>(low);
+    to_codes(x, low, scale, 0, MAX_CODE, y.codes);
+}
+
+template <class B, int BITS> struct Centred : B {
+    static INLINE void round(const Weights& x, Numbers& y) { centred<1 << (BITS - 1)>(x, y); }
+};
+
+template <class B, int BITS> struct Spanned : B {
+    static INLINE void round(const Weights& x, Numbers& y) { spanned<(1 << BITS) - 1>(x, y); }
+};
+
+template <typename G, typename T> void encode_groups(const Encode& a, int part, int parts) {
+    Share share(a.supers, part, parts);
+    for (int64_t g = share.first; g < share.last; g++) {
+        Weights x;
+        Numbers made;
+        read<T>(a.weight, g, x);
+        G::round(x, made);
+        G::write(made, (uint8_t*)a.blocks + g * G::BYTES);
+    }
+}
+
 OP(scale_search, search_any, Search)
-#define ENCODE_OPS(name, ...)                                     \
-    typedef Type<__VA_ARGS__> name;                               \
+#define ENCODE_OPS(name, encode, ...)                             \
+    typedef __VA_ARGS__ name;                                     \
     OP(encode_##name##_f32, (encode<name, float>), Encode)        \
     OP(encode_##name##_bf16, (encode<name, bf16>), Encode)        \
     OP(encode_##name##_f16, (encode<name, f16>), Encode)
-ENCODE_OPS(q2_k, Q2_K, true, 16, 3, 15)
-ENCODE_OPS(q3_k, Q3_K, false, 16, 4, 32, 32)
-ENCODE_OPS(q4_k, Q4_K, true, 32, 15, 63)
-ENCODE_OPS(q5_k, Q5_K, true, 32, 31, 63)
-ENCODE_OPS(q6_k, Q6_K, false, 16, 32, 128)
+ENCODE_OPS(q4_0, encode_groups, Centred<Q4_0, 4>)
+ENCODE_OPS(q4_1, encode_groups, Spanned<Q4_1, 4>)
+ENCODE_OPS(q5_0, encode_groups, Centred<Q5_0, 5>)
+ENCODE_OPS(q5_1, encode_groups, Spanned<Q5_1, 5>)
+ENCODE_OPS(q2_k, encode, Type<Q2_K, true, 16, 3, 15>)
+ENCODE_OPS(q3_k, encode, Type<Q3_K, false, 16, 4, 32, 32>)
+ENCODE_OPS(q4_k, encode, Type<Q4_K, true, 32, 15, 63>)
+ENCODE_OPS(q5_k, encode, Type<Q5_K, true, 32, 31, 63>)
+ENCODE_OPS(q6_k, encode, Type<Q6_K, false, 16, 32, 128>)
