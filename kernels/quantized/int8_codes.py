@@ -101,24 +101,19 @@ class Int8Codes:
         self.FORMS: tuple[Callable[..., Any], ...] = (self.pack,)
 
     def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """weight [O, I] of any float dtype → what gguf-py's blocks of it mean, bit for bit, for `pack`."""
-        return encode(weight) if self.name == "q8_0" else self.from_blocks(ggml_encoders.encode(self.type, weight))
-
-    def from_blocks(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """blocks uint8 [O, bytes], as ggml's files hold them: what `pack` takes."""
-        return (blocks,) if packing_cpu.takes(blocks) else self.encoded(blocks)
-
-    def encoded(self, blocks: Tensor) -> Encoded:
-        """The codes and scales that blocks mean."""
-        decoded = self.type.decode(blocks.contiguous().view(len(blocks), -1, self.type.bytes))
-        return signed((decoded.codes - self.type.form.zero).view(torch.int8), decoded.factors[..., 0])
+        """weight [O, I] of any float dtype → what gguf-py's blocks of it mean, bit for bit, or these blocks."""
+        return encode(weight) if self.name == "q8_0" else (ggml_encoders.encode(self.type, weight),)
 
     def pack(self, codes: Tensor, scales: Tensor | None = None) -> Packed:
-        """Pack `Encoded`, or what `from_blocks` left, as `linear` reads it fastest on its device (target.py)."""
+        """Pack `Encoded`, or ggml's blocks uint8 [O, bytes], as `linear` reads it fastest on its device (target.py)."""
         if scales is not None:
             return pack(codes, scales)
-        made = packing_cpu.pack(self.name, codes, codes.shape[1] // self.type.bytes, cpu_layouts.Q8_0.bytes)
-        return cpu_layouts.Packed(made, len(codes), cpu_layouts.Q8_0)
+        supers = codes.shape[1] // self.type.bytes
+        if packing_cpu.takes(codes):
+            made = packing_cpu.pack(self.name, codes, supers, cpu_layouts.Q8_0.bytes)
+            return cpu_layouts.Packed(made, len(codes), cpu_layouts.Q8_0)
+        decoded = self.type.decode(codes.contiguous().view(len(codes), supers, self.type.bytes))
+        return pack(*signed((decoded.codes - self.type.form.zero).view(torch.int8), decoded.factors[..., 0]))
 
     def kept_bits(self, inputs: int, device: torch.device) -> float:
         """Bits of a weight as `pack` keeps it, with its share of the scale."""

@@ -47,10 +47,6 @@ class SuperBlocks:
         """weight [O, I] of any float dtype → ggml's blocks uint8 [O, I / super * bytes]."""
         return (ggml_encoders.encode(self.type, weight),)
 
-    def from_blocks(self, blocks: Tensor) -> tuple[Tensor]:
-        """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
-        return (blocks,)
-
     def pack(self, blocks: Tensor) -> Any:
         """Pack blocks as `linear` reads them fastest on the device that will (target.py)."""
         form, type = self.type.form, self.type

@@ -79,7 +79,7 @@ class Blocks(StoredPart):
         self.codec = CODECS[type]
 
     def encoded(self) -> Sequence[Tensor]:
-        return self.codec.from_blocks(self.blocks.data)
+        return (self.blocks.data,)
 
     def kept_bits(self, device: torch.device) -> float:
         return self.codec.kept_bits(self.inputs.width, device)

@@ -24,10 +24,6 @@ def random_blocks(name, outputs, inputs):
     return torch.cat((scales, codes), 2).flatten(1)
 
 
-def packed_by(module, blocks):
-    return module.pack(*module.from_blocks(blocks))
-
-
 def in_torch(monkeypatch):
     monkeypatch.setattr(packing_cpu, "readable", lambda x: False)
 
@@ -36,19 +32,19 @@ def in_torch(monkeypatch):
 @pytest.mark.parametrize("name", TYPES)
 def test_packs_as_torch_does(isa, threads, called, monkeypatch, name, outputs, inputs):
     module, blocks = codecs.find(name), random_blocks(name, outputs, inputs)
-    made = packed_by(module, blocks)
+    made = module.pack(blocks)
     assert called == [f"pack_{name}"]  # one operation, and no weight in another form between
     in_torch(monkeypatch)
-    want = packed_by(module, blocks)
+    want = module.pack(blocks)
     assert type(made) is type(want) and made._replace(blocks=None) == want._replace(blocks=None)
     assert torch.equal(made.blocks, want.blocks)
 
 
 def test_q4_0_of_inputs_that_are_no_whole_packed_tiles(isa, monkeypatch):
     module, blocks = codecs.find("q4_0"), random_blocks("q4_0", 19, 96)
-    made = packed_by(module, blocks)
+    made = module.pack(blocks)
     in_torch(monkeypatch)
-    assert torch.equal(made.blocks, packed_by(module, blocks).blocks)
+    assert torch.equal(made.blocks, module.pack(blocks).blocks)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -63,7 +59,7 @@ def test_dequantises_as_gguf_does(isa, threads, called, name):
 @pytest.mark.parametrize("name", TYPES)
 def test_rows_are_those_of_the_weight(isa, threads, name, dtype):
     module = codecs.find(name)
-    packed = packed_by(module, random_blocks(name, 37, 512))
+    packed = module.pack(random_blocks(name, 37, 512))
     ids = torch.tensor([36, 40, 3, 99, 3, 77])  # from 40 on: 37 rows
     made = blocks_cpu.rows(ids, packed, 40, 3.0, dtype)
     table = dequantize(packed)
