@@ -15,7 +15,7 @@ from ....kernels.moe.host_exchange import Made
 from ..batch import Batch
 from .host import HostExperts
 from .host_buffers import KEPT, HostView, Views
-from .small_batch import SharedBuffers, Sums
+from .small_batch import Shared, Sums
 
 
 class Deferral:
@@ -44,14 +44,14 @@ class LateSums(Sums):
         """odd: the views of every second layer."""
         self._deferral, self._place, self._last, self._odd = deferral, place, last, odd
 
-    def view(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> HostView:
-        return self._view(buffers, x, ids, self._place)
+    def view(self, shared: Shared, x: Tensor, ids: Tensor) -> HostView:
+        return self._view(shared, x, ids, self._place)
 
-    def added(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> Made:
+    def added(self, shared: Shared, x: Tensor, ids: Tensor) -> Made:
         if not self._deferral.step:
-            return super().added(buffers, x, ids)
-        own = self.view(buffers, x, ids).made if self._last else None
-        return Made(own, self._view(buffers, x, ids, self._place - 1).made if self._place else None)
+            return super().added(shared, x, ids)
+        own = self.view(shared, x, ids).made if self._last else None
+        return Made(own, self._view(shared, x, ids, self._place - 1).made if self._place else None)
 
-    def _view(self, buffers: SharedBuffers, x: Tensor, ids: Tensor, place: int) -> HostView:
-        return self._odd.view(x, ids) if self._deferral.step and place % 2 else super().view(buffers, x, ids)
+    def _view(self, shared: Shared, x: Tensor, ids: Tensor, place: int) -> HostView:
+        return self._odd.view(x, ids) if self._deferral.step and place % 2 else super().view(shared, x, ids)

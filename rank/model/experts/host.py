@@ -30,8 +30,7 @@ from ....kernels.moe.host_experts import Experts, HostRouted, Round, computed_in
 from ....kernels.moe.moe import Biases, Inputs, LocalExperts, fused_experts
 from ....kernels.segmented_graph import on_host
 from .host_buffers import KEPT, Buffer, HostStack, HostView
-from .small_batch import FEW, Counters, SharedBuffers, SmallBatch, Sums
-from .streamer import Streamer
+from .small_batch import Shared, SmallBatch, Sums
 
 ALL = 4  # stream all experts once there are ALL times as many routed tokens as experts
 LOOKED = 512  # tokens up to which steps look in any case, as captured steps must: copies are the host's part of these
@@ -39,16 +38,6 @@ KNOWN = 256  # fillings of a buffer that a layer remembers
 TURN = 4  # steps between two looks at a layer's resident set
 AUTO, CPU, STREAM = "auto", "cpu", "stream"
 NUMBERS = {AUTO: CHEAPEST, CPU: ON_CPU, STREAM: COPIED}
-
-
-@dataclass(frozen=True)
-class Shared:
-    """State that all layers of a rank share."""
-
-    placement: str
-    counters: Counters
-    buffers: SharedBuffers | None  # None: the device is the CPU
-    streamer: Streamer
 
 
 class HostExperts:
@@ -111,15 +100,13 @@ class HostExperts:
         pending = Pending(x, ids, weights)
         if not self.on_gpu:
             return pending
-        assert self.shared.buffers is not None
         if self.shared.placement == CPU or len(x) <= LOOKED or ids.numel() < ALL * self.local_experts.total:
-            view = pending.view = self.sums.view(self.shared.buffers, x, ids)
+            view = pending.view = self.sums.view(self.shared, x, ids)
             pending.small_batch = self._small_batch(x, ids, weights)
             if pending.small_batch is not None:
-                steps = self.shared.buffers.steps
-                assert steps is not None
+                assert self.shared.steps is not None
                 to = view.x, view.ids, view.weights
-                numbers = host_exchange.send(*pending.parts, self._slot, to, steps.exchange)
+                numbers = host_exchange.send(*pending.parts, self._slot, to, self.shared.steps.exchange)
                 if self.slots.stack.size:
                     pending.made = self._on_numbers(x, numbers, weights, self.slots.stack, self._in_slot)
                 return pending
@@ -144,7 +131,10 @@ class HostExperts:
                 made = part if made is None else made.add_(part)
             return torch.zeros_like(x) if made is None else made
         if pending.small_batch is not None:
-            return self._of_small_batch(pending, view)
+            assert self.shared.steps is not None
+            made_there = self.sums.added(self.shared, *pending.parts[:2])
+            of = self.shared.steps, view, pending.made, pending.parts
+            return pending.small_batch.run(*of, self._on_numbers, made_there)
         on_host(functools.partial(self._from_host, view), len(x))
         return view.out.to(x.dtype) if pending.made is None else pending.made.add_(view.out)
 
@@ -173,23 +163,16 @@ class HostExperts:
 
     def _small_batch(self, x: Tensor, ids: Tensor, weights: Tensor) -> SmallBatch | None:
         """Who computes such a step, where it can be."""
-        buffers, placement = self.shared.buffers, self.shared.placement
-        if buffers is None or buffers.steps is None or len(x) > FEW:
+        if self.shared.steps is None or len(x) > KEPT:
             return None
-        if placement == STREAM and self.small_batch.capacity < min(ids.numel(), self.local_experts.size):
+        if self.shared.placement == STREAM and self.small_batch.capacity < min(ids.numel(), self.local_experts.size):
             return None
         return self.small_batch if jit.plain(x, ids, weights) and self.small_batch.supports(x.dtype) else None
 
-    def _of_small_batch(self, pending: Pending, view: HostView) -> Tensor:
-        buffers = self.shared.buffers
-        assert pending.small_batch is not None and buffers is not None and buffers.steps is not None
-        made = self.sums.added(buffers, *pending.parts[:2])
-        return pending.small_batch.run(buffers.steps, view, pending.made, pending.parts, self._on_numbers, made)
-
     def _drain(self) -> None:
         """Before what is resident is read or changed here: small-batch steps change it, too."""
-        if self.shared.buffers is not None and self.shared.buffers.steps is not None:
-            self.shared.buffers.steps.drain()
+        if self.shared.steps is not None:
+            self.shared.steps.drain()
 
     def _streamed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: np.ndarray) -> Iterator[Tensor]:
         """The outputs of each buffer of copied experts, [T, H]."""

@@ -27,10 +27,10 @@ from ..batch import Batch
 from ..weights.slicing import ShardedModule
 from .deferral import Deferral
 from .fused import FusedExperts, StackedLinear
-from .host import AUTO, HostExperts, Shared
+from .host import AUTO, HostExperts
 from .host_buffers import KEPT, HostStack, HostWork
 from .node_copy import NodeCopy
-from .small_batch import Counters, SharedBuffers
+from .small_batch import Counters, Shared
 from .streamer import BUFFER, BUFFERS, Streamer
 
 CHOSEN = 8  # experts of a token that is timed
@@ -224,8 +224,7 @@ class Offload:
         costs: dict[Hashable, Costs] = {}
         for layer, stack in zip(self.layers, stacks, strict=True):
             costs[stack.form] = costs.get(stack.form) or measure(stack, layer.activation, streamer, self.dtype)
-        buffers = SharedBuffers(self.counters) if cuda else None
-        shared = Shared(self.room.placement, self.counters, buffers, streamer)
+        shared = Shared(self.room.placement, self.counters, streamer)
         for layer, stack in zip(self.layers, stacks, strict=True):
             experts = layer.down_proj.experts
             held = LocalExperts(experts.start, experts.width, experts.size)
@@ -233,18 +232,13 @@ class Offload:
             added = (layer.gate_up_proj.added_bias, layer.down_proj.added_bias)
             biases = Biases(*(None if bias is None else bias.data.to(self.device) for bias in added))
             of = stack, biases, layer.activation, held, slots, costs[stack.form], shared
-            layer.host = HostExperts(*of, self._take_fixed(layer))
+            both = [self._fixed.pop(one) for one in (layer.gate_up_proj, layer.down_proj) if self.fixed]
+            layer.host = HostExperts(*of, HostStack(Experts(*both), self.device) if both else None)
         if self.room.defers:
             self.deferral = Deferral([layer.host for layer in self.layers if layer.host is not None])
         if cuda and self.fixed:
             torch.cuda.empty_cache()  # their memory before they had slots, in pieces
         return self._told(stacks[0], costs[stacks[0].form])
-
-    def _take_fixed(self, layer: FusedExperts) -> HostStack | None:
-        """A layer's permanently resident experts, as they came to the device."""
-        if not self.fixed:
-            return None
-        return HostStack(Experts(*map(self._fixed.pop, (layer.gate_up_proj, layer.down_proj))), self.device)
 
     def begin(self, batches: Sequence[Batch]) -> None:
         """A step begins."""

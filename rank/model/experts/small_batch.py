@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,10 +27,9 @@ from ....kernels.moe.host_exchange import Exchange, Made, Part, Slots
 from ....kernels.moe.host_experts import Experts, Round
 from ....kernels.moe.host_service import Layer, Step
 from ....kernels.segmented_graph import SegmentedGraph, capturing
-from .host_buffers import KEPT, Buffer, HostStack, HostView, Views
+from .host_buffers import Buffer, HostStack, HostView, Views
 from .streamer import Streamer
 
-FEW = KEPT  # tokens
 # Most routed tokens of a step that the CPU serves alone: of more the GPU has a share that is worth its kernels.
 CPU_ROUTED = 16
 # Times the copy of one of many experts that the copy of a single one takes, by the kernel that fetches it
@@ -101,28 +100,30 @@ class Steps:
         self._told = now
 
 
-class SharedBuffers:
-    """Buffers of one rank with a GPU."""
+@dataclass
+class Shared:
+    """State that all layers of a rank share."""
 
-    def __init__(self, counters: Counters) -> None:
-        self.counters = counters
-        self._views = Views()
-        self.steps: Steps | None = None  # where the device can
+    placement: str
+    counters: Counters
+    streamer: Streamer
+    views: Views = field(default_factory=Views)  # of steps with a GPU
+    steps: Steps | None = None  # where the GPU can
 
     def view(self, x: Tensor, ids: Tensor) -> HostView:
         if self.steps is None and host_exchange.supports(x.device):
             self.steps = Steps(x.device, self.counters)
-        return self._views.view(x, ids)
+        return self.views.view(x, ids)
 
 
 class Sums:
     """Buffers of a layer's tokens and the CPU's sums in a step with a GPU, and what the layer adds: its own sums."""
 
-    def view(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> HostView:
-        return buffers.view(x, ids)
+    def view(self, shared: Shared, x: Tensor, ids: Tensor) -> HostView:
+        return shared.view(x, ids)
 
-    def added(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> Made:
-        return Made(self.view(buffers, x, ids).made)
+    def added(self, shared: Shared, x: Tensor, ids: Tensor) -> Made:
+        return Made(self.view(shared, x, ids).made)
 
 
 class SmallBatch:

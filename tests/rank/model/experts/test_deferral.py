@@ -11,7 +11,7 @@ from phalanx.rank.model.experts.offload import ON_DEVICE, OffloadOptions
 
 from ..harness import run_steps, tokens
 from ..test_architectures import MODELS, write
-from .test_small_batch import all_experts, layers_beside_gpu
+from .test_small_batch import all_experts, beside_gpu
 
 ALL = 1 << 20
 STEPS = [[(0, 9)], [(0, 1)], [(0, 1), (1, 1)], [(0, 1), (1, 1)], [(1, 1), (0, 3)]]
@@ -43,7 +43,7 @@ def test_beside_a_gpu(made, monkeypatch, offload, placement, copy):
     in test_small_batch.py, 0.4 lets the GPU copy some, which are not late."""
     plain, _ = all_experts(made("qwen3_moe"), ON_DEVICE)
     layers, offloaded = all_experts(made("qwen3_moe"), OffloadOptions(offload, placement=placement, defers=True))
-    played = layers_beside_gpu(monkeypatch, layers, offloaded, placement)
+    played = beside_gpu(monkeypatch, placement, *layers)
     total, draw, differ = layers[0].down_proj.experts.size, torch.Generator().manual_seed(0), 0
     for layer in layers:
         layer.host._choice.costs = layer.host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)

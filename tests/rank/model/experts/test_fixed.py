@@ -151,7 +151,7 @@ def beside(made, fix, monkeypatch, placement, fixed, out=3):
     plain, _ = experts(made("qwen3_moe"), ON_DEVICE)
     fix(fixed)
     layer, model = experts(made("qwen3_moe"), OffloadOptions(out, placement=placement))
-    return plain, layer, model.counters, beside_gpu(monkeypatch, layer, model, placement)
+    return plain, layer, model.counters, beside_gpu(monkeypatch, placement, layer)
 
 
 @pytest.mark.sample(3)

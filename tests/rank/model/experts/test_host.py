@@ -1,6 +1,5 @@
 """Experts in host memory: whatever is resident, and however the others are served, logits are the same."""
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -10,7 +9,7 @@ from phalanx.comm import mesh, threads
 from phalanx.errors import MEMORY, USAGE, FatalError
 from phalanx.kernels import host_memory
 from phalanx.kernels.moe.host_choice import DECAY, Residency
-from phalanx.rank.model.experts import host, host_buffers, small_batch
+from phalanx.rank.model.experts import host, host_buffers
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.offload import ON_DEVICE, OffloadOptions, overflowing
 from phalanx.rank.model.load import load
@@ -106,8 +105,6 @@ def test_what_a_gpu_does(made, monkeypatch, room):
         plain, model = (load(made("gpt_oss"), mesh.build(world, 1, 1), experts=one) for one in (ON_DEVICE, room))
         wanted, layer = (next(x for x in one.modules() if isinstance(x, FusedExperts)) for one in (plain, model))
         layer.host.on_gpu = True
-        buffers = small_batch.SharedBuffers(model.offload.counters)
-        layer.host.shared = dataclasses.replace(layer.host.shared, buffers=buffers)
         draw = torch.Generator().manual_seed(0)
         total, k, hidden = layer.down_proj.experts.size, layer.top_k, layer.down_proj.outputs[0].size
         for count in (1, 3, 5, 40, 1, 2, 2, 2, 2, 2, 2, 2, 40):

@@ -6,7 +6,7 @@ from phalanx.comm import mesh, threads
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.quantized import packed_gemm
 from phalanx.kernels.segmented_graph import SegmentedGraph
-from phalanx.rank.model.experts import small_batch, streamer
+from phalanx.rank.model.experts import host_buffers, small_batch, streamer
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.offload import ON_DEVICE, Offload, OffloadOptions
 from phalanx.rank.model.load import load
@@ -79,7 +79,7 @@ def test_captured(checkpoint, room, most):
         segmented = SegmentedGraph(torch.cuda.graph_pool_handle())
         y = segmented.capture(lambda: layer(x, ids, weights).local() + 0)
         few = layer.host._small_batch(x, ids, weights) is not None
-        assert few == (most <= small_batch.FEW)
+        assert few == (most <= host_buffers.KEPT)
         assert len(segmented) == (1 if few else 3 if layer.host.set.slots else 2)
         for turn in range(40):
             given = tokens(plain, most, turn % 5)

@@ -1,6 +1,5 @@
 """Experts that stay quantised: logits of the dequantised weights, however they are stored, loaded and cut."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -18,7 +17,7 @@ from phalanx.kernels.quantized.int8_codes import q5_0, q8_0
 from phalanx.kernels.quantized.linear import dequantize
 from phalanx.kernels.quantized.stack import Stack, stack
 from phalanx.kernels.quantized.super_blocks import q4_0, q4_1, q4_k, q5_k, q6_k
-from phalanx.rank.model.experts import host, host_buffers, offload, small_batch, streamer
+from phalanx.rank.model.experts import host, host_buffers, offload, streamer
 from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear
 from phalanx.rank.model.experts.offload import ON_DEVICE, OffloadOptions
 from phalanx.rank.model.formats import find
@@ -157,8 +156,6 @@ def test_what_a_gpu_does(made, monkeypatch, placement):
         for wanted, layer in zip(*both, strict=True):
             assert not layer.host.layer.same and isinstance(layer.host.slots.stack.w2.packed, packed_gemm.Packed)
             layer.host.on_gpu = True
-            buffers = small_batch.SharedBuffers(layer.host.shared.counters)
-            layer.host.shared = dataclasses.replace(layer.host.shared, buffers=buffers)
             draw = torch.Generator().manual_seed(0)
             for count in (1, 3, 20, 1, 2, 2, 2, 2, 2):
                 x, weights = torch.randn(count, 256, generator=draw), torch.rand(count, 2, generator=draw)

@@ -1,7 +1,5 @@
 """Steps of few tokens beside a GPU, whose kernels are played on the CPU: what they and the host tell each other."""
 
-import dataclasses
-
 import pytest
 import torch
 from phalanx.comm import mesh, threads
@@ -12,7 +10,7 @@ from phalanx.kernels.moe.host_exchange import Fetched
 from phalanx.rank.model.experts import small_batch
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.offload import ON_DEVICE, OffloadOptions
-from phalanx.rank.model.experts.small_batch import SharedBuffers, SmallBatch
+from phalanx.rank.model.experts.small_batch import SmallBatch
 from phalanx.rank.model.load import load
 
 from ..test_architectures import MODELS, write
@@ -119,17 +117,13 @@ def all_experts(path, room, **options):
     return threads.run(rank, 1)[0]
 
 
-def beside_gpu(patch, layer, made, placement):
-    """Have the layer's experts served as beside a GPU, whose part is Played."""
-    return layers_beside_gpu(patch, [layer], made, placement)
-
-
-def layers_beside_gpu(patch, layers, made, placement):
-    played, buffers = Played(patch), SharedBuffers(made.counters)
+def beside_gpu(patch, placement, *layers):
+    """Have the layers' experts served as beside a GPU, whose part is Played."""
+    played = Played(patch)
     patch.setattr(jit, "plain", lambda *tensors: True)
     for layer in layers:
         layer.host.on_gpu = True
-        layer.host.shared = dataclasses.replace(layer.host.shared, placement=placement, buffers=buffers)
+        layer.host.shared.placement = placement
     return played
 
 
@@ -146,7 +140,7 @@ def path(tmp_path_factory):
 def test_both_sides_agree(path, monkeypatch, offload, placement, copy):
     """copy: seconds of one, of which the CPU takes 1: with 0.7 it serves steps of few pairs alone."""
     (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, OffloadOptions(offload, placement=placement))
-    host, played = layer.host, beside_gpu(monkeypatch, layer, made, placement)
+    host, played = layer.host, beside_gpu(monkeypatch, placement, layer)
     if placement == "auto":
         host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
     draw = torch.Generator().manual_seed(0)
@@ -170,7 +164,7 @@ def test_both_sides_agree(path, monkeypatch, offload, placement, copy):
 def test_what_is_chosen_again_and_again_becomes_resident(path, monkeypatch, copy):
     """One expert a step, where the CPU serves it alone, and meanwhile computes that one, too."""
     (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, OffloadOptions(3, placement="auto"))
-    host, played = layer.host, beside_gpu(monkeypatch, layer, made, "auto")
+    host, played = layer.host, beside_gpu(monkeypatch, "auto", layer)
     host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
     total, draw = layer.down_proj.experts.size, torch.Generator().manual_seed(0)
     ids = torch.arange(total - layer.top_k, total, dtype=torch.int32)[None]
@@ -191,7 +185,7 @@ def test_when_the_cpu_serves_alone(path, monkeypatch, other):
     placement = other if other in ("cpu", "stream") else "auto"
     layer, made = experts(path, OffloadOptions(100 if other == "none resident" else 3, placement=placement))
     host = layer.host
-    beside_gpu(monkeypatch, layer, made, placement)
+    beside_gpu(monkeypatch, placement, layer)
     host._choice.costs = host._choice.costs._replace(cpu=(1.0,) * 4, copy=0.4 if other == "slow" else 0.7)
     if other == "arrive":
         monkeypatch.setattr(host_exchange, other, lambda parts: False)
@@ -205,7 +199,7 @@ def test_when_the_cpu_serves_alone(path, monkeypatch, other):
 def test_a_part_of_the_cpu_that_fails(path, monkeypatch):
     """The GPU does not wait for it any more."""
     layer, made = experts(path, OffloadOptions(100, placement="cpu"))
-    beside_gpu(monkeypatch, layer, made, "cpu")
+    beside_gpu(monkeypatch, "cpu", layer)
 
     def fail(*_):
         raise MemoryError("no room")
@@ -216,6 +210,6 @@ def test_a_part_of_the_cpu_that_fails(path, monkeypatch):
     x = torch.ones(1, layer.down_proj.outputs[0].size)
     with pytest.raises(MemoryError):
         layer(x, ids, torch.ones(ids.shape)).local()
-    assert int(layer.host.shared.buffers.steps.exchange.made[1]) == 1
+    assert int(layer.host.shared.steps.exchange.made[1]) == 1
     with pytest.raises(RuntimeError, match="has failed before"):
         layer(x, ids, torch.ones(ids.shape)).local()
