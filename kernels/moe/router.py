@@ -134,7 +134,10 @@ def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPar
     ids = torch.empty(rows, params.top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(rows, params.top_k, dtype=torch.float32, device=x.device)
     few = rows <= ROUTE_ROWS
-    logits = torch.empty(rows, experts, dtype=torch.float32, device=x.device) if few else _logits(x, weight)
+    if few:
+        logits = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
+    else:
+        logits = torch.mm(x, weight.t(), out_dtype=torch.float32)  # which rounding to x's dtype would spoil
     of_bias = logits if bias is None else bias
     if not few:
         kernel = jit.kernel("router", "choose", x.dtype, **sizes(1, experts, hidden, params, bias is not None))
@@ -161,8 +164,3 @@ def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: 
         NORMALISE=int(params.normalise), BIAS=int(bias), WARPS=TILE_WARPS if together == TILE else WARPS,
         GROUPS=params.groups, TOP_GROUPS=params.top_groups, GROUP_TOP=params.group_top,
     )  # fmt: skip
-
-
-def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    """[T, E] in f32, which rounding to x's dtype would spoil."""
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)

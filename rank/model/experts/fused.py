@@ -95,7 +95,8 @@ class StackedLinear(ShardedModule):
                 delattr(self, one.name)
             self.hold(made)
         else:
-            self._finish_plain()
+            weight = self.weight if self.layout.axes == "eoi" else self.weight.mT
+            self.weight = nn.Parameter(self.in_order(weight.data), requires_grad=False)
         if self.bias is not None:
             self.bias = nn.Parameter(self.in_order(self.bias.data), requires_grad=False)
 
@@ -108,10 +109,6 @@ class StackedLinear(ShardedModule):
         self.packed = matrices
         for index, held in enumerate(tensors_of(matrices)):
             self.register_buffer(f"packed_{index}", held, persistent=False)
-
-    def _finish_plain(self) -> None:
-        weight = self.weight if self.layout.axes == "eoi" else self.weight.mT
-        self.weight = nn.Parameter(self.in_order(weight.data), requires_grad=False)
 
     @property
     def num_weights(self) -> int:
