@@ -67,7 +67,7 @@ class Job(Server):
 def test_slurm(tmp_path, name, tasks):
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
-    env = {"PHALANX_API_KEY_FILE": str(keys)} if "array" in name else {}
+    env = {"PHALANX_API_KEY_FILE": str(keys)} if "array" in name else {"ENVIRONMENT": "/e d f.toml"}
     with Job(tmp_path, ["sbatch", str(HOSTFILES / name)], **env) as job:
         (srun,) = job.calls("srun")
         assert srun["words"][0] == "--mpi=pmix" and int(srun["tasks"]) == tasks
@@ -76,6 +76,8 @@ def test_slurm(tmp_path, name, tasks):
         if "apptainer" in name:
             (image,) = {one["words"][4] for one in job.calls("apptainer")}
             assert image == "phalanx.sif" and job.calls("apptainer")[0]["words"][3] == "/m o d e l"
+        given = [word for word in srun["words"] if word.startswith("--environment")]
+        assert given == ["--environment=/e d f.toml"] * (name == "slingshot.sbatch")
         if "array" in name:
             assert job.registered["key"] == "secret"
         assert job.drain("srun") == 0

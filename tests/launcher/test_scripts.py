@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import phalanx
@@ -172,6 +173,26 @@ def test_pbs_drains_by_the_clock(cluster, tmp_path):
     script.write_text(text.replace(f"$(({hours} * 3600 - 120))", "0.3"))
     assert cluster(script, CODE="0", WAITS="1").wait(10) == 0
     assert told(tmp_path)[-1] == "usr1"
+
+
+def test_the_container_of_alps():
+    """Its entries and hooks are those of the container engine's manual, and its values texts, as that wants them."""
+    found = tomllib.loads((HOSTFILES / "alps.toml").read_text())
+    assert found.keys() <= {
+        "image",
+        "mounts",
+        "workdir",
+        "entrypoint",
+        "writable",
+        "base_environment",
+        "env",
+        "annotations",
+    }
+    hooks = found["annotations"]["com"]["hooks"]
+    assert hooks.keys() <= {"aws_ofi_nccl", "cxi", "ssh", "nvidia_cuda_mps"}
+    assert hooks["aws_ofi_nccl"]["enabled"] == "true" and hooks["aws_ofi_nccl"].keys() == {"enabled", "variant"}
+    assert all(isinstance(value, str) for value in (*found["env"].values(), found["image"], *found["mounts"]))
+    assert found["workdir"] in (HOSTFILES / "apptainer.def").read_text()
 
 
 def test_the_containers_definition():
