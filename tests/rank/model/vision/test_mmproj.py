@@ -94,7 +94,8 @@ def test_towers_are_measured(made):
     _, file = made("qwen2_5_vl")
     question = {
         "model": str(file), "device": "cpu", "dtype": "f32", "isq": "none", "kv_cache_dtype": "auto", "tp": 1, "pp": 1,
-        "most": 1, "context": 512, "mmproj": str(checkpoint.mmproj(file)),
+        "most": 1, "context": 512, "mmproj": str(checkpoint.mmproj(file)), "speculate": "none", "draft_model": "",
+        "num_speculative_tokens": 0,
     }  # fmt: skip
     tower, bytes_of = threads.run(lambda comm: load(file, mesh.build(comm, 1, 1)).vision, 1)[0], []
     for given in (question, question | {"mmproj": ""}, question):  # the last pairs them again
