@@ -41,7 +41,6 @@ def test_linear(sizes, rows, gate, monkeypatch):
 
 @pytest.mark.parametrize("outputs, inputs, unit", [(16, 32, 32), (37, 384, 128), (40, 192, 64), (1, 96, 96)])
 def test_packed_tiles_of_gpus_and_back(outputs, inputs, unit):
-    """Also where a lane finds its codes and scales, as the head of e4m3.cuh says."""
     plain = make(outputs, inputs, unit)
     by = plain.scales.repeat_interleave(unit // 32, 1)
     packed = layouts.e4m3(plain.codes, by)
@@ -49,16 +48,6 @@ def test_packed_tiles_of_gpus_and_back(outputs, inputs, unit):
     codes, scales = packed.numbers().values()
     assert torch.equal(codes, plain.codes) and torch.equal(scales, by)
     assert torch.equal(linear.dequantize(packed), linear.dequantize(plain))
-    packed_tile, last = packed.tiles[0, -1], plain.codes[:, -32:]
-    for lane in range(32 if outputs >= 16 else 0):
-        g, t = divmod(lane, 4)
-        for s in range(2):
-            for h in range(2):
-                at = [16 * s + 2 * t + more for more in (0, 8, 1, 9)]
-                begin = lane * 16 + (2 * s + h) * 4
-                assert torch.equal(packed_tile[begin : begin + 4], last[g + 8 * h, at])
-        begin = 512 + 8 * g
-        assert torch.equal(packed_tile[begin : begin + 8].clone().view(torch.float32), by[[g, g + 8], -1])
 
 
 def test_what_stays_as_it_is_stored():
