@@ -7,7 +7,6 @@ import math
 import random
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,16 +56,15 @@ class Shape(NamedTuple):
         return self.times[min(reckoned, key=lambda config: reckoned[config])] / min(self.times.values()) - 1
 
 
-def of_e4m3(line: dict[str, Any], long: bool) -> Shape:
-    """long: of packed tiles with the same scales, or of others, as older files have them alone. Shapes that
-    large_config() has a tile for have no times: costs do not choose it."""
+def of_e4m3(line: dict[str, Any]) -> Shape:
+    """Shapes that large_config() has a tile for have no times: costs do not choose it."""
     times: dict[Any, float] = {}
     sizes, alike = (line["rows"], line["outputs"], line["inputs"]), line.get("alike", 1)
-    by_costs = long == (alike > 1) and e4m3_wgmma.large_config(*sizes[:2], alike, NUM_SMS) is None
+    by_costs = e4m3_wgmma.large_config(*sizes[:2], alike, NUM_SMS) is None
     for key, value in line.items():
         if by_costs and (match := OF_E4M3.fullmatch(key)):
             config = E4m3Config(*(int(part or 0) for part in match.groups()))
-            if (config.outputs, config.rows, config.n) in TILES:
+            if (config.outputs, config.rows, config.n) in TILES and config.share == 1:
                 times[config._replace(matmul=config.n)] = value
     return Shape(*sizes, times, lambda config, costs: e4m3_wgmma.time(config, *sizes, alike, NUM_SMS, costs) / 1e3)
 
@@ -127,26 +125,23 @@ def report(shapes: list[Shape], costs: Costs) -> None:
     )
 
 
-def write(module: Any, name: str, costs: Costs) -> None:
-    """name: of the costs there."""
+def write(module: Any, costs: Costs) -> None:
     source = Path(module.__file__)
     values = "".join(f"    {key}={value:.4g},\n" for key, value in costs._asdict().items())
-    text = re.sub(rf"(?m)^{name} = Costs\([^)]*\)", f"{name} = Costs(\n{values})", source.read_text(), count=1)
+    text = re.sub(r"(?m)^COSTS = Costs\([^)]*\)", f"COSTS = Costs(\n{values})", source.read_text(), count=1)
     source.write_text(text)
-    print(f"{source.name}: {name} = {costs}")
+    print(f"{source.name}: COSTS = {costs}")
 
 
 def fit(path: str) -> None:
     """Writes costs to e4m3_wgmma.py and to quantized_wgmma.py, each if there are times of its configs, and prints
     what choices by them lose. How long a format's weights take to be widened stays as in its layout."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    of: tuple[tuple[Any, str, Callable[[dict[str, Any]], Shape]], ...] = (
-        (e4m3_wgmma, "COSTS", partial(of_e4m3, long=False)),
-        (e4m3_wgmma, "LONG_COSTS", partial(of_e4m3, long=True)),
-        (quantized_wgmma, "COSTS", of_registers),
-    )
-    for module, name, read in of:
+    of: tuple[tuple[Any, Callable[[dict[str, Any]], Shape]], ...] = (
+        (e4m3_wgmma, of_e4m3), (quantized_wgmma, of_registers),
+    )  # fmt: skip
+    for module, read in of:
         if shapes := [shape for shape in map(read, lines) if shape.times]:
-            costs = search(shapes, getattr(module, name), MOST[module])
+            costs = search(shapes, module.COSTS, MOST[module])
             report(shapes, costs)
-            write(module, name, costs)
+            write(module, costs)
