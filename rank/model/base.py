@@ -457,7 +457,7 @@ class Model(nn.Module):
             if isinstance(layer, Linear):
                 layer.build(self._sources(path, layer, stored), format_of)
             elif isinstance(layer, FusedExperts):
-                if f"{path}.gate_proj" in stored:
+                if not stored.isdisjoint((f"{path}.gate_proj", f"{path}.0.gate_proj")):
                     layer.hold_apart()
                 up = self._expert_sources(f"{path}.gate_up_proj", layer.gate_up_proj, stored)
                 down = self._expert_sources(f"{path}.down_proj", layer.down_proj, stored)

@@ -56,7 +56,7 @@ class Model(llama.Model):
             if not self.normed_head or path != "lm_head":
                 return found
             if not found.reads_plain:
-                raise FatalError(f"{path}: Baichuan 2's head is served plain alone", USAGE)
+                raise FatalError(f"{path}: Baichuan 2's head is served plain alone: leave --isq out", USAGE)
             return Normed()
 
         super()._build(names, of, table_of)

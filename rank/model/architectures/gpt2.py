@@ -66,7 +66,7 @@ class Model(gpt_bigcode.Model):
         def turned(path: str) -> Format:
             found = format_of(path)
             if not found.reads_plain:
-                raise FatalError(f"{path}: this model's matrices are served plain alone", USAGE)
+                raise FatalError(f"{path}: this model's matrices are served plain alone: leave --isq out", USAGE)
             return Turned() if path.startswith("model.layers.") else found
 
         super()._build(names, turned, table_of)

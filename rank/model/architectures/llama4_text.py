@@ -26,7 +26,7 @@ from . import llama, smollm3
 
 CONFIG = {"defaults": {"head_dim": 128, "rope_theta": 500000.0}}
 CHUNKED = "chunked_attention"  # a layer's type in config.json's layer_types
-CAPTURED = 512  # tokens: no captured step has more
+RECORDED = 512  # tokens: no recorded step of a CPU has more, and few captured ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +99,13 @@ class ScaledMoE(MoE):
     def __init__(self, hidden: int, of: Experts, mesh: Mesh):
         super().__init__(hidden, of.inner, of.experts, of.router, mesh, of.act, of.layout)
         self.shared_expert = GatedMLP(hidden, of.inner, mesh, of.act)
-        self.ones = Ones(CAPTURED, 1, dtype=torch.float32)
+        self.ones = Ones(RECORDED, 1, dtype=torch.float32)
 
     def forward(self, h: Normed) -> Partial:  # type: ignore[override]
         x = h.tensor()
         ids, weights = self.gate(x)
         scaled = x.clone(memory_format=torch.contiguous_format).mul_(weights)
-        ones = self.ones.weight[: len(x)] if len(x) <= CAPTURED else torch.ones_like(weights)
+        ones = self.ones.weight[: len(x)] if len(x) <= RECORDED else torch.ones_like(weights)
         return self.experts(scaled, ids, ones) + self.shared_expert(x)
 
 

@@ -131,6 +131,13 @@ def test_kimi_k2(made, tmp_path, expected):
     assert distance(logits, expected(path, tokens(20))) < TOLERANCE
 
 
+def test_matrices_of_gpt2_are_not_quantised(tmp_path):
+    path = write(tmp_path, **MODELS["gpt2"] | {"hidden_size": 96, "num_attention_heads": 6})
+    with pytest.raises(FatalError, match="qkv_proj.*--isq") as refused:
+        run_steps(path, [tokens(2)], isq="q8_0")
+    assert refused.value.code == USAGE
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name",

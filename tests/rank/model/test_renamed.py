@@ -10,6 +10,7 @@ from phalanx.rank.model import architectures
 from safetensors.torch import load_file, save_file
 
 from .harness import distance, run_steps, tokens
+from .shapes import MODELS
 from .test_architectures import options_of, write
 
 INTERNLM2 = dict(model_type="llama", head_dim=8, tie_word_embeddings=False)
@@ -103,3 +104,21 @@ def test_baichuan_13b_is_refused(tmp_path):
     )
     with pytest.raises(FatalError, match="13B.*ALiBi"):
         run_steps(tmp_path, [tokens(2)])
+
+
+@pytest.mark.parametrize("tp, ep", [(1, 1), (2, 1), (2, 2)])
+def test_experts_of_llama_4_in_tensors_of_their_own(tmp_path, expected, tp, ep):
+    """Outputs come before inputs there, as in quantised checkpoints."""
+    there, here, ids = tmp_path / "there", tmp_path / "here", tokens(40)
+    here.mkdir()
+    write(there, **MODELS["llama4_text"])
+    made = load_file(there / "model.safetensors")
+    for name in [name for name in made if ".experts." in name]:
+        stem, part = name.rsplit(".", 1)
+        for number, x in enumerate(made.pop(name).mT):
+            parts = zip(("gate_proj", "up_proj"), x.chunk(2), strict=True) if part == "gate_up_proj" else [(part, x)]
+            made |= {f"{stem}.{number}.{one}.weight": half.contiguous() for one, half in parts}
+    save_file(made, here / "model.safetensors")
+    (here / "config.json").write_text((there / "config.json").read_text())
+    (logits,) = run_steps(here, [ids], tp=tp, ep=ep)
+    assert distance(logits, expected(there, ids)) < 1e-4
