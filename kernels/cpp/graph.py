@@ -87,6 +87,7 @@ class Graph:
         self._kept: dict[int, Tensor] = {}
         self._array: ctypes.Array[Any] | None = None
         self._threads = torch.get_num_threads()  # scratch is made for so many
+        self.refused = ""  # why this is no graph
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -96,6 +97,9 @@ class Graph:
         for x in tensors:
             if not self.memory.owns(x):
                 self._kept[x.data_ptr()] = x
+
+    def refuse(self, reason: str) -> None:
+        self.refused = self.refused or reason
 
     def replay(self) -> None:
         if self._array is None:
@@ -117,7 +121,8 @@ def capture(function: Callable[[], Any], memory: Memory) -> tuple[Any, Graph | N
             result = function()
     finally:
         ops.recording.recorder = before
-    return result, None if watch.reason else graph, watch.reason
+    reason = watch.reason or graph.refused
+    return result, None if reason else graph, reason
 
 
 class _Watch(TorchDispatchMode):

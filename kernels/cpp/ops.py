@@ -32,6 +32,7 @@ class Recorder(Protocol):
     """Called with every operation while it is set."""
 
     def add(self, function: int, arguments: bytes, tensors: list[Tensor]) -> None: ...
+    def refuse(self, reason: str) -> None: ...
 
 
 class _Recording(threading.local):
@@ -67,6 +68,12 @@ def run(*calls: tuple[Op, tuple[Value, ...]]) -> None:
         if recording.recorder is not None:
             recording.recorder.add(*packed[-1], [x for x in values if isinstance(x, Tensor)])
     run_calls(call_array(packed), len(calls), torch.get_num_threads())
+
+
+def refuse_recording(reason: str) -> None:
+    """What is computed now depends on what the host has read: it is not to be replayed."""
+    if recording.recorder is not None:
+        recording.recorder.refuse(reason)
 
 
 class _Call(ctypes.Structure):

@@ -105,6 +105,7 @@ class Choice:
     def choose(self, ids: Tensor, of: Residency, limit: int = 1 << 30, adopts: bool = False) -> None:
         """ids int32 [T, k], contiguous. Scores of the experts that are chosen grow, and all decay. limit: copies at
         most, where costs decide. adopts: copied experts take slots of others that are chosen less often."""
+        ops.refuse_recording("the host chooses how experts in its memory are served")
         key = ids.data_ptr(), ids.numel(), limit, adopts, *(one.ctypes.data for one in of), self.costs
         if key != self._key:
             self._key, self._call = key, ops.call_array([self.call(ids, of, limit, adopts)])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from phalanx.benchmarks.offload import draw
-from phalanx.kernels.cpp import ops
+from phalanx.kernels.cpp import graph, ops
 from phalanx.kernels.moe.host_choice import ADOPTED, CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
 
 from . import choice_reference
@@ -25,6 +25,14 @@ def residency(draw, experts):
     slot_of = np.full(experts, -1)
     slot_of[local_experts[1:]] = np.arange(1, len(local_experts))
     return Residency(slot_of, 20 * draw.random(experts), local_experts)
+
+
+def test_what_the_host_chooses_is_not_replayed():
+    """Other tokens choose other experts, and what follows was launched for as many as were chosen then."""
+    choice, ids = Choice(4, 0, Costs((1.0,) * 4, 1.0), ON_CPU), torch.zeros(1, 2, dtype=torch.int32)
+    of = Residency.of_first(4, 0)
+    _, made_graph, reason = graph.capture(lambda: choice.choose(ids, of), graph.Memory())
+    assert made_graph is None and "host" in reason
 
 
 @pytest.mark.parametrize("adopts", [False, True])
