@@ -72,6 +72,14 @@ class Grammar:
         """Whether steps may be planned that need masks which are not there yet."""
         return self.worker.prompt
 
+    def allows(self, token: int) -> bool:
+        """Whether the token may be next, as far as that is known."""
+        process = self.worker.process
+        if not self.ready or self.over or process is None:
+            return True
+        word, bit = divmod(token, 32)
+        return word < process.bits.shape[2] and bool(process.bits[self.slot, 0, word] >> bit & 1)
+
     def end(self, over: str, error: str = "", status: int = 400) -> None:
         self.over, self.error, self.ready = over, error, True
         self.status = status if over == "error" else 0

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from ..protocol import MAX_DRAFTS
+from .grammar import Grammar
 from .ngram import Answers, Ngrams
 from .sequence import Sequence
 
@@ -269,6 +270,7 @@ class Speculation:
         if not possible:
             return 1, {}
         chances: dict[str, tuple[Drafter, list[float]]] = {}
+        constrained: dict[str, Grammar] = {}  # sequences whose next mask is there
         due = MAX_REST
         for one in sequences:
             grammar = one.grammar
@@ -283,6 +285,8 @@ class Speculation:
                 due = 1
                 if not grammar.planned_ahead:
                     continue
+                if not one.in_flight:
+                    constrained[one.id] = grammar
                 drafter.forced = grammar.forced[one.in_flight :] if grammar.ready and not grammar.over else []
             found = self._chances(drafter, possible[-1] - 1, one.in_flight, model)
             drafter.looked(bool(found) and found[0] >= CLEAR)
@@ -307,7 +311,7 @@ class Speculation:
                 guessed = drafter.made[: query_len - 1] if drafter.made_behind == drafter.count else []
             else:
                 guessed, drafter.source = drafter.ngrams.draft(query_len - 1), drafter.ngrams.source
-            if guessed:
+            if guessed and (name not in constrained or constrained[name].allows(guessed[0])):
                 drafts[name] = guessed
         return (query_len, drafts) if drafts else (1, {})
 

@@ -216,6 +216,7 @@ def test_compiling_beside_the_loop():
     found = compile_all(grammars, [request("good"), request("wrong", "start: (")])
     assert not isinstance(found["good"], str) and "constrained" in found["wrong"]
     assert Holder(found["good"]).allowed() == {0}
+    assert [token for token in (*range(SIZE), 1 << 20) if found["good"].allows(token)] == [0]
     assert not grammars.pending and grammars.take() == ([], [])
     pid = process(grammars).pid
     grammars.close()
@@ -231,7 +232,7 @@ def test_what_is_sampled_of_those_that_are_over_counts_for_nothing(grammars):
     done.finished = True
     accept([(ended.grammar, [0])])
     assert (ended.grammar.over, ended.grammar.ended_at) == ("stop", 1)
-    assert done.allowed() == ended.allowed() == set(range(SIZE))
+    assert done.allowed() == ended.allowed() == set(range(SIZE)) and ended.grammar.allows(5)
     assert masks([done]) == b"\xff" * 8
 
 

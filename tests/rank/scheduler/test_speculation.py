@@ -336,6 +336,22 @@ def test_a_model_misses_steps_of_grammars_that_it_may_not_draft_for():
     assert does == [(True, False)] * 3 + [(False, True)] * 2
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_drafts_that_a_grammar_forbids_are_not_verified(allowed):
+    """The first of them: masks of the others are made while the step is sent."""
+    made, text = speculation(lambda n, q: 1.0), list(range(40)) * 2
+    (one,) = sequences(made, text)._by_id.values()
+    asked = []
+    one.grammar = SimpleNamespace(
+        planned_ahead=True, ready=True, over="", forced=[], allows=lambda token: asked.append(token) or allowed
+    )
+    query_len, drafts = made.choose([one])
+    assert asked == [0]
+    assert (query_len > 1, [*drafts.values()][:1]) == ((True, [list(range(query_len - 1))]) if allowed else (False, []))
+    made.verified(one, 0, 0)
+    assert not made.counts
+
+
 def test_text_that_never_matches_is_looked_at_ever_more_rarely():
     made = speculation(lambda n, q: 1.0)
     scheduler = sequences(made, list(range(30)), list(range(50, 90)))
