@@ -5,6 +5,7 @@ A table of ways to run: a model, how it is cut, and what makes room scarce.
 
 import functools
 import json
+import random
 
 import pytest
 from phalanx.launcher.builtin_model import DIRECTORY
@@ -13,7 +14,7 @@ from phalanx.rank import protocol
 from ..checkpoints import make_checkpoint, write_tokenizer
 from .model.hybrids import HYBRIDS
 from .model.test_architectures import MODELS, write
-from .speculating import KINDS, check
+from .speculating import KINDS, check, random_request
 
 WAYS = {
     "eager": ("llama", dict(replays=False)),
@@ -59,6 +60,15 @@ def made(tmp_path_factory):
         return path
 
     return functools.cache(make)
+
+
+def test_random_requests_have_every_field():
+    """But the heads of models that answer with places in images."""
+    draw, defaults = random.Random(0), protocol.SamplingParams(max_tokens=0)
+    made = [random_request(draw, i)[0] for i in range(400)]
+    names = protocol.SamplingParams.__struct_fields__
+    drawn = {name for name in names if any(getattr(one.sampling, name) != getattr(defaults, name) for one in made)}
+    assert drawn == {*names} - {"heads"} and any(one.grammar for one in made) and any(one.priority for one in made)
 
 
 def test_random_requests(made):

@@ -161,7 +161,7 @@ class Published:
 
 @contextlib.contextmanager
 def seen(module):
-    """What the module reads."""
+    """Keeps the first thing that the module reads, of each call."""
     found = []
     hook = module and module.register_forward_pre_hook(lambda _, args: found.append(args[0]))
     yield found
