@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ....errors import MODEL, FatalError
-from ....kernels import jit
-from ....kernels.activation.activation import gated_activation
-from ....kernels.device import DeviceCaps
 from ....kernels.quantized import affine, cuda_layouts
 from ..formats._part import Part
 from ..formats._stacks import Stacked, StackOfParts, StoredStack
@@ -73,8 +70,6 @@ class OrderedPart(GroupedPart):
     """Outputs with desc_act: inputs of one group lie anywhere. They are brought together, in x as in the weight, and
     each group is filled up to a multiple of what kernels take, as those that a rank has of it may be any number. So are
     all inputs, as codes of 4 bits lie in packed tiles.
-
-    Where the tensors that are multiplied as one put inputs into different groups, each has a part of its own.
     """
 
     form: Scheme
@@ -83,10 +78,6 @@ class OrderedPart(GroupedPart):
     scales: Tensor
     g_idx: Tensor  # [sources, I]
     order: Tensor  # [I'] which input each is; this rank's number of inputs where it fills up
-
-    def __init__(self, form: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
-        super().__init__(form, inputs, outputs, bias, sources)
-        self.apart: nn.ModuleList | None = None  # the parts that are multiplied one after the other
 
     @property
     def matrix(self) -> None:
@@ -145,52 +136,26 @@ class OrderedPart(GroupedPart):
         return torch.cat(made)
 
     def finish(self) -> None:
-        if len({one.numpy(force=True).tobytes() for one in self.g_idx}) > 1:
-            self._finish_apart()
-            return
+        if (self.g_idx != self.g_idx[0]).any():
+            raise FatalError(
+                f"{', '.join(one.path for one in self.sources)}: g_idx differ, and these are multiplied as one: "
+                "quantise them with the same order of inputs",
+                MODEL,
+            )
         super().finish()
         self.filled = bool((self.order == self.inputs.width).any())
         order = self.order
         del self.order
         self.register_buffer("order", order, persistent=False)
 
-    def _finish_apart(self) -> None:
-        parts = []
-        for at, rows in enumerate(self._slices()):
-            part = OrderedPart(self.form, self.inputs, self.outputs[at : at + 1], False, self.sources[at : at + 1])
-            words = slice(rows.start * self.grouping.bits // 32, rows.stop * self.grouping.bits // 32)
-            mine = {"qweight": self.qweight[:, rows], "qzeros": self.qzeros[:, words], "scales": self.scales[:, rows]}
-            for name, data in (mine | {"g_idx": self.g_idx[at : at + 1]}).items():
-                setattr(part, name, nn.Parameter(data.contiguous(), requires_grad=False))
-            if self.bias is not None:
-                part.bias = nn.Parameter(self.bias[rows].clone(), requires_grad=False)
-            part.adds_bias = self.adds_bias
-            part.finish()
-            parts.append(part)
-        self.drop()
-        self.bias = None
-        self.apart = nn.ModuleList(parts)
-
     def together(self, x: Tensor) -> Tensor:
         """x [T, I] in the order of the groups, [T, I']."""
         return (pad(x, (0, 1)) if self.filled else x).index_select(1, self.order)
 
-    def variants(
-        self, rows: Sequence[int], gate: str, dtype: torch.dtype, caps: DeviceCaps
-    ) -> Iterator[jit.KernelVariant]:
-        if self.apart is None:
-            yield from super().variants(rows, gate, dtype, caps)
-        for part in self.apart or ():
-            yield from cast(OrderedPart, part).variants(rows, "", dtype, caps)
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.apart is not None:
-            return torch.cat([part(x) for part in self.apart], 1)
         return super().forward(self.together(x))
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
-        if self.apart is not None:
-            return gated_activation(self.forward(x), activation)
         return super().gated(self.together(x), activation)
 
 

@@ -84,14 +84,7 @@ CASES = {
     "gptq in whole columns": (gptq(4, -1), dict(model_type="llama", tie_word_embeddings=True)),
     "gptq, asymmetric": (gptq(4, 128, False), dict(model_type="phi3", hidden_size=256, num_attention_heads=6)),
     "gptq with desc_act": (gptq(4, 64, False, ordered=True), dict(model_type="llama")),
-    "gptq with desc_act, each in its order": (
-        gptq(4, 64, False, ordered=True, apart=True),
-        dict(model_type="qwen2"),
-    ),
-    "gptq of 8 bits with desc_act, each in its order": (
-        gptq(8, 64, ordered=True, apart=True),
-        dict(model_type="llama"),
-    ),
+    "gptq of 8 bits with desc_act": (gptq(8, 64, ordered=True), dict(model_type="qwen2")),
     "marlin": (marlin(64), TILED | dict(model_type="llama")),
     "marlin in whole columns": (marlin(-1, quant_method="marlin"), TILED | dict(model_type="qwen2")),
     "marlin, merged": (marlin(64, is_marlin_format=True), TILED | dict(model_type="phi3")),
@@ -205,17 +198,12 @@ def test_damaged(made, tmp_path, name, tensor, part, words):
     refused(path, errors.MODEL, words.format(name))
 
 
-def test_only_linears_whose_inputs_are_in_other_groups_are_apart(made, tmp_path):
-    """k_proj, which is multiplied with q_proj."""
+def test_linears_that_are_multiplied_as_one_have_one_order(made, tmp_path):
     path = shutil.copytree(made("gptq with desc_act")[0], tmp_path / "mixed")
     state = load_file(path / "model.safetensors")
     state["model.layers.1.self_attn.k_proj.g_idx"] = state["model.layers.1.self_attn.k_proj.g_idx"].flip(0).contiguous()
     save_file(state, path / "model.safetensors")
-    (model,) = loaded(path, 1)
-    apart = [part for part in model.modules() if getattr(part, "apart", None) is not None]
-    assert [[one.sources[0].path for one in part.apart] for part in apart] == [
-        [f"model.layers.1.self_attn.{name}_proj" for name in "qkv"]
-    ]
+    refused(path, errors.MODEL, "layers.1.self_attn.k_proj")
 
 
 @pytest.mark.parametrize("change, code, words", [
