@@ -7,7 +7,6 @@ scales [groups, O]. Lower bits come first. With desc_act, g_idx int32 [I] has th
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -108,8 +107,9 @@ class OrderedPart(GroupedPart):
         width, size = self.inputs.width, self.inputs.size
         if not width:
             return 0
-        filled = width if width == size else filled_inputs(group, width / size) * size / group
-        kept = -(-round(filled) // PIECE) * PIECE
+        each = max(group * width // size + affine.UNIT // 2, affine.UNIT)  # of a group, as it is filled up on average
+        filled = width if width == size else size // group * each
+        kept = -(-filled // PIECE) * PIECE
         unit = self.unit if kept == width == size else affine.UNIT
         of_order = 8 * torch.int64.itemsize / max(self.width, 1)
         return (affine.kept_bits(bits, unit, kept, symmetric, device) + of_order) * kept / width
@@ -176,17 +176,6 @@ class OrderedStack(StackOfParts):
 
     def kept_bits(self, layer: Stacked, device: torch.device) -> float:
         return 0
-
-
-@functools.cache
-def filled_inputs(group: int, share: float) -> float:
-    """How many inputs of a group, filled up to what kernels take, a rank has on average that has this share of all, as
-    they fall to it."""
-    found = 0.0
-    for count in range(1, group + 1):
-        likely = math.comb(group, count) * share**count * (1 - share) ** (group - count)
-        found += likely * -(-count // affine.UNIT) * affine.UNIT
-    return found
 
 
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
