@@ -180,6 +180,11 @@ def test_bytes_of_live_ranks(tmp_path, model_type, variants, dtype, layouts, mon
 HEADS = {
     "mtp": ("deepseek_v3", {"num_nextn_predict_layers": 1}, {}),
     "mtp with states": ("qwen3_next", {"mtp_num_hidden_layers": 1}, {}),
+    "mtp of streams": ("deepseek_v4", {"num_nextn_predict_layers": 1}, {}),
+    "mtp of a list's end": ("step3p7", {
+        "num_nextn_predict_layers": 1, "layer_types": ["full_attention"] * 5 + ["sliding_attention"],
+        "moe_layers_enum": "3,4", "sliding_window": 64,
+    }, {}),
     "eagle3": ("llama", {}, {
         "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
