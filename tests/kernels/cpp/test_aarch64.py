@@ -3,11 +3,13 @@ that every test of the kernels is asked, with its references (tests/kernels/emul
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from phalanx.kernels.cpp import compiler
 
 from .. import emulated
 
@@ -53,6 +55,25 @@ def test_every_operation(isa, cpu, tmp_path):
     called = emulate(tmp_path, isa, cpu, files, *LEFT_OUT)
     print(f"{len(called)} operations, {sum(called.values())} calls")
     assert len(called) > 200 and not [name for name, times in called.items() if not times]
+
+
+@pytest.mark.parametrize(
+    "isa, wanted",
+    [
+        ("neon_bf16", {"usdot v", "bfdot v"}), ("neon_dotprod", {"sdot v"}), ("generic", set()),
+        ("sve256_bf16", {"usdot z", "bfdot z"}), ("sve512", {"sdot z"}),
+    ],
+)  # fmt: skip
+def test_dot_products_are_those_of_the_processor(isa, wanted, tmp_path):
+    """By NEON's registers, v, or SVE's, z, in linears of q8_0 and of bf16."""
+    found = set()
+    for source in ("q8_0_cpu", "cpu_gemm"):
+        file = tmp_path / f"{source}.cpp"
+        file.write_text(compiler.source_text(source))
+        line = [emulated.COMPILER, *compiler.FLAGS, *compiler.AARCH64[isa][1], "-S", "-o", "-", str(file)]
+        text = subprocess.run(line, capture_output=True, text=True, timeout=300, check=True).stdout
+        found |= {f"{name} {bank}" for name, bank in re.findall(r"^\t(\w*dot)\t([vz])", text, re.MULTILINE)}
+    assert found == wanted
 
 
 # Sources whose instructions differ: everything that reads quantised weights, and bf16.
