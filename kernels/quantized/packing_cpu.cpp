@@ -177,7 +177,6 @@ static void decode_iq4_xs(const Type& type, const uint8_t* p, Numbers& y) {
     OP(pack_##name, pack_of_##name, Pack)                                                         \
     OP(dequantize_##name, dequantize_of_##name, Dequantize)
 TYPE_OPS(q4_0, 32, 32, 4, 8, Q4_0, OF_GROUPS, decode<Q4_0>, false, -1)
-TYPE_OPS(q4_0_supers, 32, 32, 4, 8, Q4_0, OF_SUPERS, decode<Q4_0>, false, -1)
 TYPE_OPS(q4_1, 32, 32, 4, 0, Q4_1, OF_SUPERS, decode<Q4_1>, true, -1)
 TYPE_OPS(q5_0, 32, 32, 8, 128, Q5_0, OF_GROUPS, (decode_signed<Q5_0, 16>))
 TYPE_OPS(q5_1, 32, 32, 6, 0, Q5_1, OF_SUPERS, decode<Q5_1>, true, -1)

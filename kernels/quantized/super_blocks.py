@@ -57,16 +57,11 @@ class SuperBlocks:
         if target.of(blocks) == "cpu" and blocks.numel() and ops.available():
             layout = cpu_layouts.super_blocks(form)
             if packing_cpu.takes(blocks):
-                made = packing_cpu.pack(self.packer, blocks, inputs // form.super, layout.bytes)
+                made = packing_cpu.pack(self.name, blocks, inputs // form.super, layout.bytes)
             else:
                 made = torch.cat([cpu_layouts.pack_super_blocks(one, form).blocks for one in _decoded(blocks, type)])
             return cpu_layouts.Packed(made, outputs, layout)
         return Plain(blocks, type)
-
-    @property
-    def packer(self) -> str:
-        """The C++ that packs super-blocks of this type for CPUs."""
-        return self.name
 
     def kept_bits(self, inputs: int, device: torch.device) -> float:
         """Bits of a weight as `pack` keeps it there, with its share of the rest, as far as the sizes tell."""
@@ -82,26 +77,19 @@ class Q4_0(SuperBlocks):
     """Q4_0 is kept as GPTQ's codes in groups of 32, where kernels take these: in less memory than super-blocks."""
 
     def pack(self, blocks: Tensor) -> Any:
-        supers = blocks.shape[1] // self.type.bytes
-        if target.of(blocks) != "cuda" and not self._is_int4(supers * self.GROUP):
+        if target.of(blocks) != "cuda" and not ops.available():
             return super().pack(blocks)
         if packing_cpu.takes(blocks):
             layout = cpu_layouts.int4(self.GROUP, False)
-            return cpu_layouts.Packed(packing_cpu.pack(self.name, blocks, supers, layout.bytes), len(blocks), layout)
+            made = packing_cpu.pack(self.name, blocks, blocks.shape[1] // self.type.bytes, layout.bytes)
+            return cpu_layouts.Packed(made, len(blocks), layout)
         codes, factors, ones, _ = self.type.decode(blocks.contiguous().view(len(blocks), -1, self.type.bytes))
         return affine.pack(codes, factors[..., 0].float(), self.type.form.zero * ones.short())
 
-    @property
-    def packer(self) -> str:
-        return "q4_0_supers"
-
-    def _is_int4(self, inputs: int) -> bool:
-        return inputs % cuda_layouts.INT4_INPUTS == 0 and ops.available()
-
     def kept_bits(self, inputs: int, device: torch.device) -> float:
-        if device.type == "cuda" or self._is_int4(inputs):
+        if device.type == "cuda":
             return affine.kept_bits(4, self.GROUP, inputs, True, device)
-        return super().kept_bits(inputs, device)
+        return cpu_layouts.int4(self.GROUP, False).bits if ops.available() else super().kept_bits(inputs, device)
 
 
 def _decoded(blocks: Tensor, type: Type) -> Iterator[Decoded]:

@@ -6,7 +6,7 @@ import torch
 from phalanx.kernels.collective.shm_allreduce import LINE, ShmAllReduce
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.cpp.scratch import Scratch
-from phalanx.kernels.quantized import blocks_cpu, cpu_layouts, packing_cpu
+from phalanx.kernels.quantized import blocks_cpu, cpu_layouts
 from phalanx.kernels.sampling.argmax import argmax, candidates, elect
 
 from ..conftest import DTYPES, close, planes_error
@@ -37,12 +37,6 @@ def test_experts_and_rows(name, dtype):
     ops.run(*blocks_cpu.experts(x, stack, (2, OUTPUTS), ends, bias, y, Scratch(6)))
     want = x.double() @ weight.double().T + bias.double().repeat_interleave(torch.tensor([2, 4]), 0)
     close(y, want, dtype, atol=planes_error(dtype, weight))
-
-
-def test_blocks_of_q4_0_by_supers():
-    blocks = test_super_blocks.random_blocks("q4_0", 5, 256)
-    made = [packing_cpu.dequantize(name, blocks, 8, 256) for name in ("q4_0", "q4_0_supers")]
-    assert torch.equal(*made) and torch.equal(made[0], test_super_blocks.theirs("q4_0", blocks))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
