@@ -169,7 +169,8 @@ def score_kernel(
             kn = tl.load(keys + ROPE + rest[None, :], mask=valid[:, None] & (rest < DIM - ROPE)[None, :], other=0)
             if FP8:
                 kr = widen(kr, scales_at(scales, slots, 0, 0, valid, 1, BLOCK)[:, None], q.dtype.element_ty)
-                kn = widen(kn, scales_at(scales, slots, 0, 1, valid, 1, BLOCK)[:, None], q.dtype.element_ty)
+                there = valid & (DIM > ROPE)  # else nothing may have written the second part's scale
+                kn = widen(kn, scales_at(scales, slots, 0, 1, there, 1, BLOCK)[:, None], q.dtype.element_ty)
             if TOGETHER == 1:
                 tl.store(scores + first * scores_row + positions, _scored(kr, kn, xr, xn, w, PRECISION), mask=valid)
             else:

@@ -5,6 +5,7 @@
 // scores [tokens, scores_row] f32, of which the first seen [tokens] are there, where they are more than topk. tables
 // [sequences, table_row]: block tables, of query_len tokens each. slots [tokens, topk], counts [tokens].
 constexpr int BITS = 11, BINS = 1 << BITS, EACH = 4, WARPS = THREADS / 32, EVERY = THREADS * EACH;
+constexpr int AHEAD = 8;  // scores that a thread asks for at once: one after the other, a pass waits for each
 static_assert(BINS == 2 * THREADS && WARPS == 32, "a thread looks at two bins, a warp at all warps' sums");
 
 // A score as an unsigned number of the same order.
@@ -60,9 +61,14 @@ topk_select(const float* scores, const int* tables, const int* seen, int* slots,
         const unsigned mask = (pass == 2 ? 1u << (HIGHEST - BITS) : (unsigned)BINS) - 1;
         for (int i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
         __syncthreads();
-        for (int i = threadIdx.x; i < length; i += THREADS) {
-            const unsigned x = ordered(scores[i]);
-            if (pass == 0 || x >> above == least >> above) atomicAdd(bins + (x >> shift & mask), 1);
+        for (int from = threadIdx.x; from < length; from += THREADS * AHEAD) {
+            unsigned x[AHEAD];
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) x[j] = ordered(from + j * THREADS < length ? scores[from + j * THREADS] : 0);
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++)
+                if (from + j * THREADS < length && (pass == 0 || x[j] >> above == least >> above))
+                    atomicAdd(bins + (x[j] >> shift & mask), 1);
         }
         __syncthreads();
         // Two bins a thread, from the largest digit on: in one of them the last of the lacking scores lies.

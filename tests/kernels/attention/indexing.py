@@ -189,7 +189,8 @@ def main() -> None:
             check_choice(sizes, step, dtype, False, tile=16, programs=2)
     for fp8 in (False, True):
         check_store(INDEXES[1], False, torch.float32, 3e-6, fp8, bias=not fp8)
-        check_choice(INDEXES[1], STEPS[1], torch.float32, fp8, tile=16, programs=3)
+        for sizes in INDEXES[1:]:
+            check_choice(sizes, STEPS[1], torch.float32, fp8, tile=16, programs=3)
         check_attention(torch.float32, 3e-6, fp8)
 
 
