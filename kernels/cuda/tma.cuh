@@ -83,15 +83,7 @@ __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ inline void mbarrier_arrive_at(Barrier* barrier, int rank) {
-    asm volatile(
-        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(
-            smem_address(barrier)),
-        "r"(rank)
-        : "memory");
-}
-
-// Only if so, without a branch: around one, ptxas would have asynchronous matmuls wait for each other.
+// At another block's barrier, without a branch: around one, ptxas would have asynchronous matmuls wait for each other.
 __device__ inline void mbarrier_arrive_at_if(bool arrives, Barrier* barrier, int rank) {
     asm volatile(
         "{ .reg .pred arrives; .reg .b32 there; setp.ne.b32 arrives, %2, 0; mapa.shared::cluster.u32 there, %0, %1; "

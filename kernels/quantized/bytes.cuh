@@ -20,13 +20,6 @@ template <> __device__ inline void centred_bytes<bf16>(unsigned word, unsigned& 
     odd = add2<bf16>(and_xor(above, 0x007f007f, 0x43004300), and_xor(above, 0x00800080, 0xc380c380));
 }
 
-// Numbers of bytes below 128, less `zero` below 128.
-template <class E> __device__ inline void small_bytes(unsigned word, unsigned zero, unsigned& even, unsigned& odd) {
-    const unsigned less = (whole2(E()) | 0x80008000) + (zero | zero << 16);
-    even = add2<E>(and_xor(word, 0x007f007f, whole2(E())), less);
-    odd = add2<E>(and_xor(word >> 8, 0x007f007f, whole2(E())), less);
-}
-
 // A byte of the word, less 128, times an f16 factor, exactly: 0x4700 0000 + byte * 256 is 32768 + byte, and
 // (32768 + 128) * factor has no more bits than a float.
 __device__ inline float byte_times(unsigned word, int byte, float factor) {
