@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from . import gemma2, glm
+from collections.abc import Generator
+
+from ....comm.mesh import Mesh
+from ....kernels.rope.rope import CosSin
+from .. import base
+from ..batch import Batch
+from ..layers.norm import PostNorm, norm
+from ..layers.residual import Normed, ResidualStream
+from . import glm, llama
 
 Args = glm.Args
 
 
-class Model(gemma2.Model):
-    RENAMED = {
-        ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
-        ".post_self_attn_layernorm.": ".post_attention_layernorm.",
-        ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
-    }
+class Layer(llama.Layer):
+    def __init__(self, args: llama.Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = (norm(args, PostNorm) for _ in range(2))
+
+    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
+        yield (h := self.input_layernorm(stream))
+        stream.add(self.post_self_attn_layernorm(self.self_attn(h, cos_sin, batch).sum()))
+        yield (h := self.post_attention_layernorm(stream))
+        stream.add(self.post_mlp_layernorm(self.mlp(h).sum()))
+
+
+class Model(base.Model):
+    LAYER = Layer

@@ -74,7 +74,7 @@ LEFT_OUT = {
         use_bidirectional_attention=False,
     )),
     "glm4": ("glm4", {}),
-    "glm4moe": ("glm4_moe", FURTHER | dict(scoring_func="sigmoid", topk_method="noaux_tc")),
+    "glm4moe": ("glm4_moe", dict(scoring_func="sigmoid", topk_method="noaux_tc")),
     "glm_dsa": ("glm_moe_dsa", dict(
         head_dim=8, moe_layer_freq=1, rope_interleave=True, mlp_layer_types=[], index_topk_pattern=None,
         index_topk_freq=1, index_skip_topk_offset=2,
