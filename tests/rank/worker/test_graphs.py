@@ -199,6 +199,7 @@ def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypa
     one.mesh = SimpleNamespace(stages=stages, world=SimpleNamespace(rank=rank), tensor=Group(done=done))
     one.state, one.device, one.watch = SimpleNamespace(length=[0] * 80), None, LocalWatchdog()
     one._last = one.caches = one._upload = None
+    one._drafting = None
     one._limits = model_runner.StepLimits(2048, 8192, 1 << 30)
     one._snapshots = SimpleNamespace(compile=lambda: done.append("compiled"))
     with caplog.at_level(logging.INFO, "phalanx"):
