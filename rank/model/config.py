@@ -219,15 +219,16 @@ def _check_sizes(key: str, value: Any, shown: str, path: Path) -> None:
 
 
 def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The text model's keys by their usual names, with what checkpoints of its type leave out."""
-    text = raw.get("text_config")
+    """The text model's keys by their usual names, with what checkpoints of its type leave out: by the file of that
+    type, or by the multimodal model's where there is none."""
+    text, outer = raw.get("text_config"), str(raw["model_type"])
     if text is not None:
         if not isinstance(text, dict):
             raise FatalError(f"{config_file(path)}: text_config is {text!r}, not an object", MODEL)
-        raw = {"model_type": raw["model_type"]} | text | {key: raw[key] for key in SHARED if raw.get(key) is not None}
+        raw = {"model_type": outer} | text | {key: raw[key] for key in SHARED if raw.get(key) is not None}
     model_type = str(raw["model_type"])
     model_type = config_keys(model_type).text_type or model_type
-    keys = config_keys(model_type)
+    keys = config_keys(model_type if model_type in supported() else outer)
     given = {key: value for key, value in raw.items() if value is not None}
     found = {ours: _nested(given, theirs) for theirs, ours in keys.names.items()}
     renamed = {ours: value for ours, value in found.items() if value is not None}

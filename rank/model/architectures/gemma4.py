@@ -8,17 +8,7 @@ from .. import base
 from ..vision import gemma4
 from . import gemma4_text
 
-CONFIG = {
-    "text_type": "gemma4_text",
-    "defaults": {
-        "head_dim": 256,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
-        },
-    },
-    "rope_per_layer_type": True,
-}
+CONFIG = {"text_type": "gemma4_text"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from .. import base
 from ..vision import idefics3
 from . import llama
 
-CONFIG = {"text_type": "llama", "defaults": {"rms_norm_eps": 1e-5}}
+CONFIG = {"text_type": "llama"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import base
 from . import deepseek_v3
 
-CONFIG = {"text_type": "deepseek_v3", "names": {"qk_rope_head_dim": "head_dim"}}
+CONFIG = {"text_type": "deepseek_v3"}
 
 Args = deepseek_v3.Args
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from . import idefics3
 
-CONFIG = {"text_type": "llama", "defaults": {"rms_norm_eps": 1e-5}}
+CONFIG = {"text_type": "llama"}
 
 Args, Model = idefics3.Args, idefics3.Model

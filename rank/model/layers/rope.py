@@ -15,7 +15,7 @@ from ....kernels.rope.rope import CosSin, cos_sin
 
 Parameters = dict[str, Any]
 # The rope type of layers without positions (NoPE: Kazemnejad et al. 2023, arXiv 2305.19466): nothing is rotated.
-NONE: Parameters = {"rope_type": "none"}
+NONE: Parameters = {"rope_type": None}  # no config.json's: a null there counts as absent
 
 
 class RotaryEmbeddings(nn.Module):
@@ -69,7 +69,7 @@ class RotaryEmbedding(nn.Module):
         max_position_embeddings. Raises FatalError for parameters that are not supported."""
         super().__init__()
         kind = parameters["rope_type"]
-        if kind not in KINDS and kind != NONE["rope_type"]:
+        if kind not in KINDS and kind is not None:
             raise FatalError(f"rope type {kind!r} is not supported; supported are {', '.join(KINDS)}", MODEL)
         head_dim = parameters.get("head_dim", head_dim)  # a layer's, where layers differ
         rotated = 1.0 if kind == "proportional" else parameters.get("partial_rotary_factor", 1.0)
@@ -210,7 +210,7 @@ def _axes(p: Parameters, dim: int) -> Tensor | None:
     """M-RoPE (Qwen2-VL, arXiv 2409.12191): positions in time, height and width, each of which rotates as many
     frequencies as its section has; one section after the other, or interleaved (Qwen3-VL)."""
     half = dim // 2
-    if p["rope_type"] == NONE["rope_type"]:
+    if p["rope_type"] is None:
         return torch.zeros(dim, dtype=torch.int64)
     if not (sections := p.get("mrope_section")):
         return None

@@ -108,6 +108,10 @@ def test_the_text_model_of_a_multimodal_one(tmp_path):
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
+    # Qwen3-VL's file has what its text model leaves out, as that has none of its own.
+    text = make_config("llama", head_dim=None) | {"model_type": "qwen3_vl_text"}
+    found = read_config(write(tmp_path, {"model_type": "qwen3_vl", "text_config": text}))
+    assert (found.raw["model_type"], found.head_dim) == ("qwen3_vl_text", 128)
     whole["quantization_config"] = {"quant_method": "aqlm"}
     words = f"{tmp_path}: quantised weights (aqlm) are not supported; supported are {', '.join(STORED)}: serve"
     assert stop(write(tmp_path, whole)).startswith(words)
