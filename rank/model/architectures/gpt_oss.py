@@ -48,6 +48,7 @@ class Args(ministral.Args):
     swiglu_alpha: float = SLOPE
 
     def __post_init__(self) -> None:
+        base.expect("hidden_act", self.hidden_act, "silu")
         limited(CLAMPED_SWIGLU, self.swiglu_limit)
         base.expect("swiglu_alpha", self.swiglu_alpha, SLOPE)
 
