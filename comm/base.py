@@ -72,6 +72,40 @@ class Comm(Protocol):
         """The subgroup of the ranks that pass the same color, ordered by key. Collective over this group."""
 
 
+class Alone:
+    """A group of one rank."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_reduce_async(self, x: Tensor, epilogue: Epilogue | None = None) -> None:
+        return None
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x[0]
+
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        raise AssertionError("there is no other rank")
+
+    isend = send
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        raise AssertionError("there is no other rank")
+
+    def barrier(self) -> None: ...
+
+    def split(self, color: int, key: int) -> Alone:
+        return self
+
+
 class FusedComm:
     """A group with kernels that fuse an all-reduce with the operations next to it.
 

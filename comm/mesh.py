@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from .base import Comm, HostComm
+from .base import Alone, Comm, HostComm
 
 BackendFactory = Callable[[Comm], Comm]
 
@@ -53,8 +53,12 @@ class Mesh:
     @property
     def of_one_stage(self) -> Mesh:
         """The mesh of a model that is whole on this stage."""
-        alone = cast(Comm, GroupRank(0, 1))
-        return replace(self, pipe=alone, feedback=alone)
+        return replace(self, pipe=Alone(), feedback=Alone())
+
+    @property
+    def of_one_rank(self) -> Mesh:
+        """The mesh of a model that each rank has all of."""
+        return replace(self.of_one_stage, tensor=Alone(), ep=1)
 
 
 def build(

@@ -372,6 +372,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         str, engine("--draft-model", group=_MEMORY, metavar="DIR",
                     help="guesses tokens: an EAGLE-3 head, or a smaller model"),
     ] = ""  # fmt: skip
+    draft_tensor_parallel_size: Annotated[
+        int, engine("--draft-tensor-parallel-size", group=_MEMORY, metavar="N", low=0,
+                    help="ranks that a smaller model is split over, 1; 0: the target's"),
+    ] = 0  # fmt: skip
     num_speculative_tokens: Annotated[
         int, engine("--num-speculative-tokens", group=_MEMORY, metavar="N", low=0, high=MAX_DRAFTS,
                     help="most guessed tokens of a sequence in a step; 0: automatic"),
@@ -428,7 +432,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     time_left: Annotated[
         str,
         server("--time-left", group=_RUNNING, metavar="TIME",
-               help="until the job is ended: 90, 30m, 4h, or a time; none: as Slurm, PBS or LSF tell"),
+               help="until the job is ended: 90, 30m, 4h, a time; none: ask the scheduler"),
     ] = ""  # fmt: skip
     handover: Annotated[
         float,

@@ -15,11 +15,11 @@ class SpeculativeConfig(msgspec.Struct, forbid_unknown_fields=True):
     num_speculative_tokens: int | None = None
     method: str | None = None
     model: str | None = None
-    # Not read: how many tokens have to be equal is fixed, drafts are computed on the target's ranks for sequences as
-    # long as its own, and how many are verified is chosen for each step, whatever the batch.
+    draft_tensor_parallel_size: int | None = None
+    # Not read: how many tokens have to be equal is fixed, drafts are computed for sequences as long as the target's,
+    # and how many are verified is chosen for each step, whatever the batch.
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
-    draft_tensor_parallel_size: int | None = None
     max_model_len: int | None = None
     disable_by_batch_size: int | None = None
 
@@ -38,6 +38,8 @@ def options(text: str) -> dict[str, Any]:
     if kind in ("draft", "eagle3") and not found.model:
         raise ValueError(f"the method {method} needs a model")
     values: dict[str, Any] = {"speculate": kind, "draft_model": found.model if kind in ("draft", "eagle3") else ""}
+    if found.draft_tensor_parallel_size is not None and kind == "draft":
+        values["draft_tensor_parallel_size"] = found.draft_tensor_parallel_size
     if found.num_speculative_tokens is not None:
         values["num_speculative_tokens"] = found.num_speculative_tokens
     elif kind != "mtp" and method != "suffix":

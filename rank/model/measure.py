@@ -39,7 +39,7 @@ from .choices import DTYPES, choose_dtype, choose_format, choose_plain, names_of
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .drafts import most_verified
 from .drafts.eagle3 import layers_read
-from .drafts.find import CHOOSE, Wanted, kind_of
+from .drafts.find import CHOOSE, Wanted, check_tensor_size, kind_of
 from .drafts.part import choose_table
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
@@ -64,7 +64,7 @@ BLOCK = 16  # tokens of a block by default; entries of windows are not in propor
 def measure(question: dict[str, Any]) -> dict[str, Any]:
     """question: model (a directory), device (cpu or cuda), dtype, isq, kv_cache_dtype, tp and pp that were asked for
     (0: none), mmproj, most (ranks of the largest tensor group that is wanted), context (tokens of the longest),
-    speculate, draft_model, num_speculative_tokens. Raises FatalError as loading does."""
+    speculate, draft_model, draft_tensor_parallel_size, num_speculative_tokens. Raises FatalError as loading does."""
     checkpoint.pair(question["model"], question["mmproj"])
     config = read_config(question["model"])
     check_degrees(config, question["tp"] or 1, question["pp"] or 1)
@@ -130,6 +130,8 @@ def formats_of(config: Config, question: dict[str, Any], isq: str) -> tuple[Choo
 def draft_of(kind: str, target: Config, tp: int, question: dict[str, Any], kept: Kept) -> dict[str, Any]:
     """A draft model on a rank of the last stage: its layers, what it has in addition, and the target's embedding where
     that is another stage's."""
+    check_tensor_size(kind, question["draft_tensor_parallel_size"], tp)
+    tp = question["draft_tensor_parallel_size"] or tp
     config = target if kind == "mtp" else read_config(question["draft_model"])
     isq = question["isq"] if kind == "mtp" or not config.quantization else "none"
     dtype, tensor = DTYPES[choose_dtype(question["dtype"], config, kept.device)], GroupRank(0, tp)

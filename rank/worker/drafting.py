@@ -244,9 +244,11 @@ class Drafting:
         """A token of each row [R], as the target chooses its `outputs`-th one [R]."""
         head = self.recorded.head(hidden) if self.recorded is not None and len(rows) <= MAX_ROWS else None
         shard = self.source.logits(hidden) if head is None else head.logits
+        split, group = self.source.tensor.size > 1, self.source.tensor
         if self.greedy[rows].all():
-            return self._targets(tp_argmax(shard, self.tensor) if head is None else head.argmax(self.tensor))
-        logits = self.tensor.all_gather(shard.contiguous()).permute(1, 0, 2).flatten(1)
+            ids = self._targets(tp_argmax(shard, group) if head is None else head.argmax(group))
+            return ids if split else self.tensor.broadcast(ids, 0)  # rounding may differ between ranks
+        logits = group.all_gather(shard.contiguous()).permute(1, 0, 2).flatten(1) if split else shard
         ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         if self.tensor.rank == 0:
             ids = self.sampler.propose(self._spread(logits), rows, outputs)

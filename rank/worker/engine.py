@@ -305,7 +305,7 @@ class Engine:
         options, place = self.options, self.place
         wanted = Wanted(
             options.speculate, options.draft_model, options.dtype, options.load_format, options.load, options.isq,
-            options.quantization,
+            options.quantization, options.draft_tensor_parallel_size,
         )  # fmt: skip
         room = max(0, free - self.model.weight_bytes)
         with errors.memory_for("the draft model", "Use --speculate none, or more ranks (--tp)"):

@@ -43,10 +43,13 @@ def made(tmp_path_factory):
         if name == "eagle3":
             path = write(folder / "target", model_type="llama", num_hidden_layers=8)
             return path, {"speculate": "eagle3", "draft_model": str(make_head(folder / "head")[0])}
-        if name == "draft":
-            path = write(folder / "target", model_type="llama")
-            draft = write(folder / "draft", model_type="qwen3", num_hidden_layers=2)
-            return path, {"speculate": "auto", "draft_model": str(draft)}
+        if name.startswith("draft"):
+            path, more = write(folder / "target", model_type="llama"), {}
+            if name != "draft":  # with heads that two ranks cannot share
+                more = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=16)
+            draft = write(folder / "draft", model_type="qwen3", num_hidden_layers=2, **more)
+            alone = {"draft_tensor_parallel_size": 1} if more else {}
+            return path, {"speculate": "auto", "draft_model": str(draft)} | alone
         return Published(folder, name).path, {"speculate": "mtp"}
 
     return make
@@ -128,7 +131,8 @@ def drafted(path, options, tp, pp, budget, prepare=lambda runner: None):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name, tp, pp", [
     ("qwen3", 1, 1), ("qwen3", 2, 1), ("deepseek_v3", 1, 2), ("qwen3_5_moe_text", 1, 1), ("eagle3", 2, 1),
-    ("eagle3", 1, 2), ("draft", 1, 1), ("draft", 1, 2), ("deepseek_v4", 1, 2), ("step3p7", 2, 1),
+    ("eagle3", 1, 2), ("draft", 1, 1), ("draft", 1, 2), ("draft of one rank", 2, 1), ("deepseek_v4", 1, 2),
+    ("step3p7", 2, 1),
 ])  # fmt: skip
 def test_drafts_come_with_each_steps_tokens(made, name, tp, pp):
     """Prompts in chunks beside others that decode, replayed steps and eager ones, and blocks of earlier requests."""
@@ -183,6 +187,7 @@ def compare(path, options, *how):
 @pytest.mark.parametrize("name, how", [
     ("qwen3", dict(sequences=12, blocks=60)), ("eagle3", {}), ("draft", {}),
     ("draft", dict(pp=2)), ("eagle3", dict(pp=2)), ("deepseek_v4", {}), ("step3p7", STEP),
+    ("draft of one rank", dict(tp=2)),
     pytest.param("deepseek_v3", dict(tp=2), marks=pytest.mark.long),
 ])  # fmt: skip
 def test_random_requests_get_the_same_tokens(made, name, how):

@@ -107,6 +107,10 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: Annotated[
         str, flag("--draft-model", group=_GROUP, metavar="DIR", help="an EAGLE-3 head, or a smaller model")
     ] = ""
+    draft_tensor_parallel_size: Annotated[
+        int, flag("--draft-tensor-parallel-size", group=_GROUP, metavar="N", low=0,
+                  help="ranks that a smaller model is split over, 1; 0: the target's"),
+    ] = 0  # fmt: skip
     num_speculative_tokens: Annotated[
         int, flag("--num-speculative-tokens", group=_GROUP, metavar="N", low=0, high=MAX_DRAFTS,
                   help="most guessed tokens of a sequence in a step; 0: automatic"),
@@ -145,6 +149,7 @@ def main(argv: Sequence[str]) -> int:
         mmproj=resolve.mmproj_file(options.mmproj, str(found.path)), context=options.context or LONGEST,
         speculate=options.speculate, num_speculative_tokens=options.num_speculative_tokens,
         draft_model=str(directory.find(options.draft_model).path) if options.draft_model else "",
+        draft_tensor_parallel_size=options.draft_tensor_parallel_size,
     )  # fmt: skip
     shape = measured.read(question, found.name)
     asked = _asked(options, shape)
@@ -181,6 +186,7 @@ def _asked(options: FitOptions, shape: ModelShape) -> Workload:
         images=options.images,
         speculate=options.speculate,
         draft_model=options.draft_model,
+        draft_tensor_parallel_size=options.draft_tensor_parallel_size,
         num_speculative_tokens=options.num_speculative_tokens,
         zipf=options.zipf,
     )

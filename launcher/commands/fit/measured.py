@@ -31,6 +31,7 @@ class Question(msgspec.Struct, frozen=True):
     context: int = 8192  # tokens of the longest sequence, which bound its images
     speculate: str = "auto"
     draft_model: str = ""  # a directory; empty: none
+    draft_tensor_parallel_size: int = 0  # ranks that it is split over; 0: as many as the target
     num_speculative_tokens: int = 0  # 0: automatic
 
 

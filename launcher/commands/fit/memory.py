@@ -52,6 +52,7 @@ class Workload:
     images: int = 0  # of the usual size in each sequence
     speculate: str = "auto"
     draft_model: str = ""
+    draft_tensor_parallel_size: int = 0
     num_speculative_tokens: int = 0
     zipf: float = 0.0  # experts in host memory: the i-th most popular is chosen with a weight of i ** -zipf
 

@@ -243,6 +243,8 @@ def command(
         words += ["--kv-cache-dtype", asked.kv_cache_dtype]
     words += ["--speculate", asked.speculate] if asked.speculate != "auto" else []
     words += ["--draft-model", asked.draft_model] if asked.draft_model else []
+    if asked.draft_tensor_parallel_size:
+        words += ["--draft-tensor-parallel-size", str(asked.draft_tensor_parallel_size)]
     if asked.num_speculative_tokens:
         words += ["--num-speculative-tokens", str(asked.num_speculative_tokens)]
     if asked.cpu_offload and not cluster.device.cpu:

@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from ....comm.base import Comm
 from ..batch import Batch
 from ..cache_spec import CacheSpec
 
@@ -31,6 +32,7 @@ class DraftSource(Protocol):
     FOLLOWS: ClassVar[bool]  # it reads the target's hidden states and, beside each, the token that follows
     most: int  # drafts that it can propose in a row
     max_model_len: int  # positions that it can compute
+    tensor: Comm  # the ranks that have parts of its logits: the target's tensor group, or one
     vocabulary: Tensor | None  # the target's id of each of its tokens, int64; None: both have the same
 
     def cache_specs(self) -> list[CacheSpec]:

@@ -41,6 +41,7 @@ class Wanted(NamedTuple):
     way: str = "auto"
     isq: str = "none"
     quantization: str = "auto"
+    tensor_size: int = 0  # ranks that a smaller model is split over, 1; 0: as many as the target
 
 
 def kind_of(wanted: Wanted, device: torch.device) -> str:
@@ -59,6 +60,17 @@ def kind_of(wanted: Wanted, device: torch.device) -> str:
     return "" if kind in ("auto", "none", "ngram") else kind
 
 
+def check_tensor_size(kind: str, size: int, tp: int) -> None:
+    """Raises FatalError where a draft model of this kind is not split over so many ranks."""
+    if size in (0, tp) or (size == 1 and kind == "draft"):
+        return
+    raise FatalError(
+        f"--draft-tensor-parallel-size {size}: a smaller model is split over 1 or all {tp} ranks of the tensor group, "
+        "a head over all of them: leave it out",
+        USAGE,
+    )
+
+
 def find(
     wanted: Wanted, path: Path, target: Model, mesh: Mesh, device: torch.device, room: int | None = None,
     progress: Progress = lambda done, total: None,
@@ -66,8 +78,10 @@ def find(
     """The draft model of a target that is loaded from `path`; None: there is none, or other stages have it. Collective
     over the mesh's world. room: bytes of the device that it may take; None: unlimited. Raises FatalError."""
     kind = kind_of(wanted, device)
+    check_tensor_size(kind, wanted.tensor_size, mesh.tensor.size)
     if not kind:
         return None
+    place = mesh.of_one_rank if wanted.tensor_size == 1 else mesh.of_one_stage
     draft = path if kind == "mtp" else Path(wanted.draft_model)
     config = read_config(draft)
     if kind == "draft" and mesh.world.rank == 0:
@@ -76,7 +90,7 @@ def find(
     def read(source: Path, choose: ChooseClasses, left: int | None) -> Model:
         """On the last stage; elsewhere a model without modules."""
         isq = wanted.isq if source == path or not read_config(source).quantization else "none"
-        of = mesh.of_one_stage, device, wanted.dtype, target.max_model_len, wanted.load_format, wanted.way, progress
+        of = place, device, wanted.dtype, target.max_model_len, wanted.load_format, wanted.way, progress
         return load(
             source, *of, left, None, isq, wanted.quantization if source == path else "auto", images=False,
             draft=choose if mesh.last else lambda *names: part.emptied(choose(*names)),

@@ -33,7 +33,7 @@ class LanguageModel:
     vocabulary: Tensor | None = None
 
     def __init__(self, model: base.Model):
-        self.model, self.max_model_len = model, model.max_model_len
+        self.model, self.max_model_len, self.tensor = model, model.max_model_len, model.tensor
 
     def cache_specs(self) -> list[CacheSpec]:
         return self.model.cache_specs()

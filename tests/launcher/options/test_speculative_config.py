@@ -34,6 +34,11 @@ def test_what_it_says_is_what_options_say(config, speculate, model):
         assert given(config, flag) == Options(speculate=speculate, num_speculative_tokens=3, draft_model=model)
 
 
+def test_ranks_of_a_smaller_model():
+    config = TOKENS | {"model": "small", "draft_tensor_parallel_size": 1}
+    assert given(config).draft_tensor_parallel_size == 1
+
+
 @pytest.mark.parametrize("method, speculate", [("mtp", "mtp"), ("suffix", "ngram")])
 def test_how_many_tokens_may_be_left_open(method, speculate):
     assert given({"method": method}) == Options(speculate=speculate)

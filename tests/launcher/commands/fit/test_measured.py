@@ -149,6 +149,7 @@ def live(path, tp, pp, dtype, isq, ep=1, wanted=NONE):
 
 def compare(path, dtype, isq="none", exact=True, layouts=FEW, wanted=NONE):
     of = dict(speculate=wanted.speculate, draft_model=wanted.draft_model)
+    of["draft_tensor_parallel_size"] = wanted.tensor_size
     shape = read(path, dtype, "cpu", isq=isq, most=max(tp for tp, _ in layouts), **of)
     for tp, pp in layouts:
         stages = memory.stages(shape, Layout(tp, pp), CONTEXT)
@@ -201,6 +202,8 @@ def test_bytes_of_models_that_draft(tmp_path, name):
     directory = str(write(tmp_path / "draft", config_of("llama", **draft))) if draft else ""
     compare(path, "f32", layouts=[(1, 1), (2, 2)], wanted=find.Wanted(name.split()[0], directory))
     compare(path, "bf16", layouts=[(1, 2)], wanted=find.Wanted(name.split()[0], directory))
+    if name == "draft":
+        compare(path, "f32", layouts=[(2, 2)], wanted=find.Wanted(name, directory, tensor_size=1))
 
 
 def test_memory_of_a_start_that_drafts():

@@ -83,3 +83,14 @@ def test_another_tokenizer_is_refused(tmp_path):
     assert stop.value.code == USAGE
     file.unlink()
     check_tokenizers(tmp_path / "target", tmp_path / "other")  # nothing tells
+
+
+@pytest.mark.parametrize("kind, size", [("draft", 3), ("mtp", 1), ("eagle3", 1), ("", 1)])
+def test_ranks_that_a_draft_model_is_not_split_over(kind, size):
+    with pytest.raises(FatalError, match=f"--draft-tensor-parallel-size {size}"):
+        find.check_tensor_size(kind, size, 2)
+
+
+@pytest.mark.parametrize("kind, size", [("draft", 0), ("draft", 1), ("draft", 2), ("mtp", 2)])
+def test_ranks_that_it_is_split_over(kind, size):
+    find.check_tensor_size(kind, size, 2)
