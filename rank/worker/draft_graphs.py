@@ -36,11 +36,10 @@ class DraftGraphs:
         rows, tokens = max(several, default=0), max(map(math.prod, self._keys), default=0)
         device = upload.device
         self._next_ids = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        # Each row's newest token, by its place among the step's; the next draft's id, its index in the sequence, the
-        # last index that has a block, and by how much positions are others than indices.
-        self._newest, self._ids, self._index, self._most, self._shift = torch.zeros(
-            5, rows, dtype=torch.int64, device=device
-        )
+        # Each row's newest token, by its place among the step's; the next draft's id, its index in the sequence, and
+        # the last index that has a block. Positions are indices: images alone move them, and no model that another one
+        # drafts for takes images.
+        self._newest, self._ids, self._index, self._most = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._made: Tensor | None = None  # [rows, hidden] what the source has computed of each row's newest token
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -54,9 +53,6 @@ class DraftGraphs:
 
     def supports(self, rows: int, query_len: int) -> bool:
         return any(size >= rows for size, length in self._captured if length == query_len)
-
-    def close(self) -> None:
-        self._captured.clear()
 
     def follow(self, query_len: int, next_ids: Tensor, newest: Tensor, most: np.ndarray) -> Tensor | None:
         """Run the source over the tokens of the step that the target has replayed last: its [R, hidden] of rows' newest
@@ -89,9 +85,7 @@ class DraftGraphs:
     def _follow(self, size: int, query_len: int) -> Tensor:
         batch, hidden = self.target.captured_step(size, query_len)
         newest = self._newest[:size].clamp(max=size * query_len - 1)
-        index = batch.lengths - query_len + newest % query_len
-        torch.sub(batch.positions[newest], index, out=self._shift[:size])
-        torch.add(index, 1, out=self._index[:size])
+        torch.add(batch.lengths, 1 - query_len + newest % query_len, out=self._index[:size])
         if not self.source.FOLLOWS:
             return self.source.forward(self.own(batch, batch.ids), None)
         ids = self._next_ids[: size * query_len]
@@ -107,8 +101,7 @@ class DraftGraphs:
         slots = [torch.where(real, one.gather(1, at)[:, 0] * self.block_size + within, -1) for one in tables]
         starts = self._starts[: size + 1]
         arrays = StepArrays(
-            index + self._shift[:size], slots[0], tables[0], torch.where(real, index + 1, 0).int(), target.rows, starts,
-            starts[:-1].long(),
+            index, slots[0], tables[0], torch.where(real, index + 1, 0).int(), target.rows, starts, starts[:-1].long()
         )  # fmt: skip
         batch = Batch.of(self._ids[:size], arrays, [1] * size, target.kv_lens, target.caches)
         batch.add_groups(zip(slots[1:], tables[1:], strict=True), target.layer_groups)

@@ -1,11 +1,16 @@
 """Drafts behind captured steps are those behind eager ones; without a GPU, functions stand for what is captured."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.rank.model.batch import Batch, StepArrays
 from phalanx.rank.worker.batch_builder import build_batches
 from phalanx.rank.worker.decode_batch import HostDecodeBatch
 from phalanx.rank.worker.draft_graphs import DraftGraphs
+from phalanx.rank.worker.upload import Upload
 
 from .test_drafting import GREEDY, LENGTH, NAMES, SAMPLED, STEPS, Rank, made
 
@@ -74,3 +79,35 @@ def test_captured_drafts_are_those_of_eager_steps(made, name, sampling, monkeypa
         return drafted(eager), drafted(captured)
 
     check(*threads.run(work, 1)[0])
+
+
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_rows_that_fill_a_step_up_have_no_positions_of_others(query_len, monkeypatch):
+    """Rotary tables end where the longest sequence does, which is in the step, too."""
+    monkeypatch.setattr(DraftGraphs, "_capture", lambda self, run: Called(run))
+    longest, size, seen = 64, 4, []
+    lengths = torch.tensor([longest, 9, 0, 0], dtype=torch.int32)
+    positions = (lengths[:, None].long() - query_len + torch.arange(query_len)).clamp(min=0).flatten()
+    rows, starts = torch.tensor([0, 1, -1, -1]), torch.arange(size + 1, dtype=torch.int32) * query_len
+    tables = torch.arange(2 * size * longest // 8, dtype=torch.int32).view(size, -1)
+    arrays = StepArrays(positions, positions, tables, lengths, rows, starts, starts[:0].long())
+    batch = Batch.of(positions, arrays, [query_len] * size, [longest] * size, [], query_len)
+
+    def forward(batch, before):
+        seen.append(batch)
+        return torch.zeros(len(batch.ids), 2)
+
+    source = SimpleNamespace(FOLLOWS=True, forward=forward, read=lambda hidden: hidden)
+    target = SimpleNamespace(
+        steps=[(size, 1), (size, 4)], captured_step=lambda *_: (batch, torch.zeros(len(batch.ids), 2))
+    )
+    graphs = DraftGraphs(source, target, lambda one, ids: one, Upload(torch.device("cpu")), 8)
+    graphs.capture(lambda done: None)
+    graphs._newest[:] = query_len - 1  # of an earlier step with more rows
+    newest = torch.tensor([query_len - 1, 2 * query_len - 1])
+    graphs.follow(query_len, positions, newest, np.array([longest - 1, 40]))
+    for _ in range(3):
+        graphs.go_on(torch.zeros(2, dtype=torch.int64))
+    drafted = torch.stack([one.positions for one in seen[1:]])
+    assert drafted[:, :2].tolist() == [[63, 9], [63, 10], [63, 11]] and drafted.min() >= 0 and drafted.max() < longest
+    assert all((one.slots[2:] == -1).all() and not one.lengths[2:].any() for one in seen[1:])
