@@ -79,7 +79,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
     asked = question["tp"] or 1
 
     def built(tp: int) -> tuple[Model, dict[str, Any] | None]:
-        model = build(config, GroupRank(0, tp), GroupRank(0, 1), *formats)
+        model = build(config, GroupRank(0, tp), GroupRank(0, 1), *formats, images=not kind)
         return model, draft_of(kind, config, tp, question, kept) if kind else None
 
     models = {asked: built(asked)}  # it may refuse
@@ -101,7 +101,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "chosen": max(map(visited, plain.modules()), default=0),
         "degrees": list(ranks),
         "stages": cuts,
-        "images": None if plain.vision is None else images(plain.vision, question["context"], device),
+        "images": None if kind or plain.vision is None else images(plain.vision, question["context"], device),
         "verified": verified,
         "ranks": {
             tp: rank_of(model, config, GroupRank(0, tp), len(cuts), DTYPES[chosen], kept, formats) | {"draft": draft}
@@ -215,16 +215,17 @@ def _width_of_floats(dtype: torch.dtype) -> tuple[bool, int]:
 
 def build(
     config: Config, tensor: GroupRank, pipe: GroupRank, format_of: ChooseFormat = dense, table_of: ChooseFormat = dense,
-    classes: Classes | None = None, names: frozenset[str] | None = None,
+    classes: Classes | None = None, names: frozenset[str] | None = None, images: bool = True,
 ) -> Model:  # fmt: skip
     """A rank's Model as `load` builds it, without memory. format_of: of linears, table_of: of the embedding. classes:
-    of a draft model, which takes no images. names: of the checkpoint's tensors; None: those of a GGUF file."""
+    of a draft model, which takes no images. names: of the checkpoint's tensors; None: those of a GGUF file. images:
+    with the tower, if the model has one; models with one that drafts next to them take none."""
     module = architectures.find(config.model_type)
     alone = cast(HostComm, GroupRank(0, 1))
     mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe))
     own = classes or Classes(module.Args, module.Model)
     args = own.args.from_config(config)
-    if isinstance(args, SeeingArgs) and classes is not None:
+    if isinstance(args, SeeingArgs) and (classes is not None or not images):
         args = dataclasses.replace(args, rules=None)
     return own.model(
         args, mesh, POSITIONS, names_of(config, own.model) if names is None else names, format_of, table_of
@@ -251,7 +252,10 @@ def rank_of(
     ends = {"whole": whole}
     if most > 1:  # so that little is built
         places = {"first": 0, "last": most - 1} | ({"middle": 1} if most > 2 else {})
-        ends |= {place: build(config, tensor, GroupRank(at, most), *formats) for place, at in places.items()}
+        sees = whole.vision is not None
+        ends |= {
+            place: build(config, tensor, GroupRank(at, most), *formats, images=sees) for place, at in places.items()
+        }
     return {
         "kinds": kinds,
         "layers": layers,

@@ -197,7 +197,8 @@ def _shown(images: int, shape: ModelShape, context: int) -> int:
     if not images:
         return 0
     if shape.images is None:
-        raise errors.FatalError(f"--images {images}: {shape.name} takes text alone", errors.USAGE)
+        why = "takes text alone, as each model does that another one or a head drafts for"
+        raise errors.FatalError(f"--images {images}: {shape.name} {why}", errors.USAGE)
     one = shape.images.usual
     if (tokens := images * one.tokens) > context:
         raise errors.FatalError(

@@ -274,6 +274,9 @@ def test_features_that_enter_several_layers(tmp_path):
     shape = read(path)
     assert shape.stages == ((5,), (3, 2), (2, 2, 1), (2, 1, 1, 1))
     assert any(one.name.startswith("vision.") for one in shape.ranks[1].ends["first"])
+    draft = str(write(tmp_path / "draft", config_of("llama", num_hidden_layers=1)))
+    shape = read(path, speculate="draft", draft_model=draft)  # next to which no image is taken
+    assert shape.images is None and not any(one.name.startswith("vision.") for one in shape.ranks[1].ends["first"])
 
 
 @pytest.mark.sample(3)
