@@ -93,7 +93,7 @@ class IndexedLatentAttention(LatentAttention):
         of_heads = q.shape[1], self.sizes.value
         if batch.replayed is not None:
             return self.o_proj(batch.run(*of_heads, self._store_and_attend, *given))
-        if batch.sampled is not None and indexer is None and batch.selection is not None:
+        if batch.sampled is not None and batch.ends(self.local) and indexer is None and batch.selection is not None:
             batch.sampled.selection = batch.selection.keep(batch.sample_at, batch.sampled.kv_lens)
         given = self._store(batch, *given)
         return self.o_proj(batch.mix(h.keep, self.local, *of_heads, self._attend, *given))
