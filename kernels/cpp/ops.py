@@ -71,7 +71,7 @@ def run(*calls: tuple[Op, tuple[Value, ...]]) -> None:
 
 
 def refuse_recording(reason: str) -> None:
-    """What is computed now depends on what the host has read: it is not to be replayed."""
+    """Say that the host has decided on what is computed now: it is not to be replayed."""
     if recording.recorder is not None:
         recording.recorder.refuse(reason)
 

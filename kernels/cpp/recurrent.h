@@ -1,4 +1,4 @@
-// What recurrent layers share: log(1 + e^x) of one number, for time steps, and the walk over states. Included behind
+// Parts of recurrent layers: log(1 + e^x) of one number, for time steps, and the walk over states. Included behind
 // op.h and simd.h.
 
 INLINE float exp(float x) { return exp(fill(x))[0]; }

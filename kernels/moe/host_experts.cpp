@@ -57,9 +57,9 @@ double both(const Choose& a, double cpu, double copies) {
 int64_t slot_for(const Choose& a, int64_t e) {
     int64_t lowest = -1;
     for (int64_t s = 0; s < a.slots; s++) {
-        const int64_t local_experts = a.expert_in[s];
-        if (a.slot_of[local_experts] != s || a.counts[local_experts]) continue;
-        if (lowest < 0 || a.scores[local_experts] < a.scores[a.expert_in[lowest]]) lowest = s;
+        const int64_t other = a.expert_in[s];
+        if (a.slot_of[other] != s || a.counts[other]) continue;
+        if (lowest < 0 || a.scores[other] < a.scores[a.expert_in[lowest]]) lowest = s;
     }
     if (lowest < 0) return -1;
     const double mine = a.scores[e], other = a.scores[a.expert_in[lowest]];

@@ -30,7 +30,7 @@ struct Chosen {
         if (PART && (unsigned)id >= (unsigned)experts) id = -1;
     }
     __device__ int expert(int n) const { return __shfl_sync(0xffffffffu, id, n / K_TILES); }
-    // The n-th packed tile of n-tile `n-tile`.
+    // The n-th packed tile of an n-tile.
     __device__ PackedTile get(int n, int n_tile) const {
         const long long at = (long long)expert(n) * N_TILES_PER_EXPERT + n_tile;
         return PackedTiles(weight + (at * K_TILES + n % K_TILES) * PACKED_BYTES, lane).stream(0);

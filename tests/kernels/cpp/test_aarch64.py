@@ -65,7 +65,7 @@ def test_every_operation(isa, cpu, tmp_path):
     ],
 )  # fmt: skip
 def test_dot_products_are_those_of_the_processor(isa, wanted, tmp_path):
-    """By NEON's registers, v, or SVE's, z, in linears of q8_0 and of bf16."""
+    """Instructions with NEON's registers, v, or SVE's, z, in linears of q8_0 and of bf16."""
     found = set()
     for source in ("q8_0_cpu", "cpu_gemm"):
         file = tmp_path / f"{source}.cpp"

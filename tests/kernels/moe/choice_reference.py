@@ -47,10 +47,10 @@ def choose(choice: Choice, ids: Tensor, of: Residency, limit: int = 1 << 30, ado
 def slot_for(choice: Choice, expert: int, of: Residency) -> int:
     """The slot whose expert has the lowest score, of those that no token has chosen, if it is far below that of
     `expert`; else -1."""
-    local_experts = of.expert_in
-    spared = (of.slot_of[local_experts] != np.arange(len(local_experts))) | (choice.counts[local_experts] > 0)
-    scores = np.where(spared, np.inf, of.scores[local_experts])
-    if not len(local_experts) or scores.min() == np.inf:
+    experts = of.expert_in
+    spared = (of.slot_of[experts] != np.arange(len(experts))) | (choice.counts[experts] > 0)
+    scores = np.where(spared, np.inf, of.scores[experts])
+    if not len(experts) or scores.min() == np.inf:
         return -1
     slot = int(scores.argmin())
     return slot if above(of.scores[expert], scores[slot]) else -1

@@ -21,10 +21,10 @@ def made(compiled, ids, of, costs, mode, first=0, limit=1 << 30, adopts=False, f
 
 def residency(draw, experts):
     """Some in slots, of which one is not to be used."""
-    local_experts = draw.permutation(experts)[: int(draw.integers(0, experts))]
+    in_slots = draw.permutation(experts)[: int(draw.integers(0, experts))]
     slot_of = np.full(experts, -1)
-    slot_of[local_experts[1:]] = np.arange(1, len(local_experts))
-    return Residency(slot_of, 20 * draw.random(experts), local_experts)
+    slot_of[in_slots[1:]] = np.arange(1, len(in_slots))
+    return Residency(slot_of, 20 * draw.random(experts), in_slots)
 
 
 def test_what_the_host_chooses_is_not_replayed():

@@ -87,8 +87,8 @@ def test_every_tiling_is_warmed_up():
 def test_items_of_one_launch(rows, experts, hidden, inner, top, tiles):
     """A router's blocks, of 9 KB and 1 KB for the system, fit beside it, which has as much."""
     assert expert_mlp.choose_tiles(rows * top, experts) == tiles
-    local_experts, shared = expert_mlp.stages(hidden, inner, tiles)
-    assert local_experts >= 4 and shared + (1 << 10) + (10 << 10) <= 228 << 10
+    stages, shared = expert_mlp.stages(hidden, inner, tiles)
+    assert stages >= 4 and shared + (1 << 10) + (10 << 10) <= 228 << 10
     most = max(expert_mlp.TILES) * experts
     warm = {expert_mlp.choose_tiles(n * top, experts) for n in moe.warm_up_rows(experts, top) if n * top <= most}
     assert warm == {1, 2, 4}
