@@ -60,6 +60,7 @@ part models 540 "${tests[@]}" $rank/model/experts/*_gpu.py $rank/model/formats/*
     $rank/model/stored_formats/*_gpu.py $rank/model/layers/*_gpu.py $rank/model/*_gpu.py $rank/model/vision/*_gpu.py
 part shapes 540 "${tests[@]}" -rs $rank/test_gpus.py
 part generation 300 "${tests[@]}" -m "not long" $rank/test_generation.py
+part speculation 300 "${several[@]}" $rank/test_speculation_gpu.py
 part faults 300 "${tests[@]}" -m "not long" $rank/test_faults.py
 part offloading 540 "${tests[@]}" $rank/test_offloading.py $rank/test_layer_offload.py
 part swapping 300 "${tests[@]}" $rank/test_swapping.py $rank/test_freeing.py

@@ -250,6 +250,7 @@ def compare(plain, other, aborted, requests):
 def check(
     path, *, tp=1, pp=1, replays=True, requests=60, seed=0, host=0, mem=1, sequences=6, budget=64, blocks=0, real=False,
     speculate="ngram", draft_model="", draft_tensor_parallel_size=0, texts=None, vocab=VOCAB,
+    device="cpu",
 ):  # fmt: skip
     """Random requests get what they get without drafts. blocks: of the pool, if not all that fit. real: drafts are what
     sequences repeat, as users' are, of themselves and of earlier answers to the same requests, what clients predict,
@@ -264,11 +265,11 @@ def check(
     def rank(world):
         torch.set_grad_enabled(False)
         place = RankContext(
-            world, ["here"] * world.size, mesh.build(world, tp, pp), torch.device("cpu"), LocalWatchdog(world.rank)
+            world, ["here"] * world.size, mesh.build(world, tp, pp), torch.device(device), LocalWatchdog(world.rank)
         )
         options = Options(
             model=str(path), dtype="f32", max_num_seqs=sequences, max_model_len=MAX_LEN, mem=mem,
-            max_num_batched_tokens=budget, kvcache_mem_cpu=host, block_size=4, speculate=speculate,
+            max_num_batched_tokens=budget, kvcache_mem_cpu=host, block_size=4, speculate=speculate, device=device,
             draft_model=draft_model, draft_tensor_parallel_size=draft_tensor_parallel_size,
         )  # fmt: skip
         engine = Engine(options, place)

@@ -166,9 +166,9 @@ def test_windows_and_ropes(args_of, reader):
     windows = [args.attention_params(i).window for i in layers if not nets(i)]
     assert windows == WINDOWS.get(reader, [0] * len(windows))
     ropes = [args.rope(i) for i in layers]
-    assert [i for i in layers if ropes[i]["rope_type"] == "none"] == UNROTATED.get(reader, [])
+    assert [i for i in layers if ropes[i]["rope_type"] is None] == UNROTATED.get(reader, [])
     for rope in ropes:
-        assert rope["rope_type"] in ("default", "none") and rope.get("rope_theta", 1e4) == 1e4
+        assert rope["rope_type"] in ("default", None) and rope.get("rope_theta", 1e4) == 1e4
         assert int(HEAD * rope.get("partial_rotary_factor", 1.0)) == HEAD
 
 

@@ -20,6 +20,10 @@ QUESTION = {
     "tp": 0,
     "pp": 0,
     "most": 4,
+    "speculate": "auto",
+    "draft_model": "",
+    "draft_tensor_parallel_size": 0,
+    "num_speculative_tokens": 0,
 }
 
 

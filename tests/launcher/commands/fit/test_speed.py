@@ -13,7 +13,7 @@ from phalanx.kernels.quantized.super_blocks import SuperBlocks, q6_k
 from phalanx.launcher.commands.fit import devices, memory, offload, plan, speed
 from phalanx.launcher.commands.fit.devices import DEVICES, CpuSpeed
 from phalanx.launcher.commands.fit.memory import Layout, Workload
-from phalanx.rank.model.experts import host, small_batch, streamer
+from phalanx.rank.model.experts import host, host_buffers, small_batch, streamer
 from phalanx.rank.model.experts import offload as serving
 
 from .configs import CONFIGS, WITH_WINDOWS, read, write
@@ -234,7 +234,7 @@ def test_the_ways_of_serving_experts_in_host_memory(predict):
 
 def test_sizes_are_those_of_serving():
     found = offload.FEW, offload.CPU_ROUTED, offload.DEARER, offload.LOOKED, offload.ALL
-    assert found == (small_batch.FEW, small_batch.CPU_ROUTED, small_batch.DEARER, host.LOOKED, host.ALL)
+    assert found == (host_buffers.KEPT, small_batch.CPU_ROUTED, small_batch.DEARER, host.LOOKED, host.ALL)
     found = speed.PAIRS, speed.FP8_PAIRS, speed.FP8_ROWS
     fp8 = next(one for one in moe.CANDIDATES if one.borders == (24, 64, 256))
     assert found == (moe.PLAIN_ROUTED, fp8.above, e4m3_wgmma.LEAST_ROWS)
