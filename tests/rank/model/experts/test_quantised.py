@@ -50,8 +50,7 @@ KINDS = {
 }
 STORED = {
     "gptq": gptq(4, 32, False), "gptq of 8 bits": gptq(8, 128), "awq": awq(64), "marlin": marlin(128),
-    "gptq ordered": gptq(4, 64, False, ordered=True), "gptq apart": gptq(4, 64, False, ordered=True, apart=True),
-    "w4a16": compressed_ints(4, 64),
+    "gptq ordered": gptq(4, 64, False, ordered=True), "w4a16": compressed_ints(4, 64),
     "w8a16": compressed_ints(8, 0, False),
 }  # fmt: skip
 
@@ -94,7 +93,7 @@ def in_situ(path, to, name):
 
 CASES = [
     ("super-blocks", dict()), ("super-blocks", dict(tp=6, ep=3)), ("blocks of 32", dict(tp=2)), ("gptq", dict(tp=3)),
-    ("awq", dict()), ("marlin", dict(tp=2)), ("gptq ordered", dict(tp=2)), ("gptq apart", dict(tp=2)),
+    ("awq", dict()), ("marlin", dict(tp=2)), ("gptq ordered", dict(tp=2)),
     ("w4a16", dict(tp=2, ep=2)), ("q4k", dict(tp=2)),
 ]  # fmt: skip
 # FP8 shares a scale among as many inputs as divide those of a rank: other ranks, other weights.

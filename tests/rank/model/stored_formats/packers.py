@@ -77,15 +77,13 @@ def gptq(
     symmetric: bool = True,
     v2: bool = False,
     ordered: bool = False,
-    apart: bool = False,
 ) -> Pack:
-    """ordered: as desc_act has it, inputs fall into groups in any order. apart: in another one in each tensor."""
-    random = np.random.default_rng(0)
+    """ordered: as desc_act has it, inputs fall into groups in any order, the same in each tensor."""
 
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         of = groups_of(weight.shape[1], group)
         if ordered:
-            of = of[(random if apart else np.random.default_rng(0)).permutation(len(of))]
+            of = of[np.random.default_rng(0).permutation(len(of))]
         codes, scales, zeros = round_to_groups(weight, of, bits, symmetric)
         stored = zeros if v2 else np.maximum(zeros - 1, 0)
         zeros = stored if v2 else stored + 1

@@ -27,10 +27,10 @@ COMMON = dict(
 )  # fmt: skip
 
 
-def gptq(bits=4, group=32, symmetric=True, v2=False, ordered=False, apart=False, **more):
+def gptq(bits=4, group=32, symmetric=True, v2=False, ordered=False, **more):
     settings = dict(quant_method="gptq", bits=bits, group_size=group, sym=symmetric, desc_act=ordered)
     settings |= {"checkpoint_format": "gptq_v2"} if v2 else {}
-    return packers.gptq(bits, group, symmetric, v2, ordered, apart), settings | more
+    return packers.gptq(bits, group, symmetric, v2, ordered), settings | more
 
 
 def marlin(group=128, **more):
