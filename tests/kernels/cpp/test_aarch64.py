@@ -20,7 +20,8 @@ KERNELS = Path(__file__).parents[1]
 EVERYTHING = (
     "activation/test_activation_cpu.py", "activation/test_xielu_cpu.py", "attention/test_chunks.py",
     "attention/test_cpu_decode.py", "attention/test_fp8_cache.py", "embedding/test_embedding_cpu.py",
-    "gemm/test_cpu_gemm.py", "moe/test_experts_cpu.py", "moe/test_host_choice.py", "moe/test_host_experts.py", "moe/test_router.py",
+    "gemm/test_cpu_gemm.py", "moe/test_experts_cpu.py", "moe/test_host_choice.py", "moe/test_host_experts.py",
+    "moe/test_router.py",
     "norm/test_layer_norm_cpu.py", "norm/test_norm_cpu.py", "quantized/test_blocks_cpu.py",
     "quantized/test_e4m3_cpu.py", "quantized/test_halves.py", "quantized/test_packing_cpu.py",
     "quantized/test_q8_0.py", "quantized/test_super_blocks.py", "recurrent/test_gated_delta.py",
