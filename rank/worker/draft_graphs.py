@@ -63,7 +63,7 @@ class DraftGraphs:
         self._next_ids[: len(next_ids)].copy_(next_ids)
         self._newest[:rows].copy_(newest)
         self._most[:rows].copy_(self.upload.send([most])[0])
-        self._current = next(key for key in sorted(self._captured) if key[0] >= rows and key[1] == query_len)
+        self._current = min(key for key in self._captured if key[0] >= rows and key[1] == query_len)
         self._captured[self._current][0].replay(len(next_ids))
         return self._made[:rows] if self.source.FOLLOWS and self._made is not None else None
 
