@@ -64,6 +64,7 @@ class Ask(msgspec.Struct):
     ep: int = 1
     prompt: int = 128
     accept: str = ""
+    temperature: float = 0.0
 
 
 class OfflineRank(program.Rank):
@@ -164,7 +165,8 @@ class Offline:
     def _add(self, ids: bytes, new: int, text: str = "") -> str:
         """The request's name."""
         self._names += 1
-        name, sampling = str(self._names), protocol.SamplingParams(max_tokens=new, temperature=0.0)
+        name, heat = str(self._names), self.ask.temperature
+        sampling = protocol.SamplingParams(max_tokens=new, temperature=heat, seed=self._names)
         request = protocol.Request(name, ids, sampling, grammar=text)
         self.scheduler.add(request, grammar=self._compiled(request) if text else None)
         return name
@@ -269,6 +271,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompts of (a)")
     parser.add_argument("--offload", type=int, default=0, help="experts of a layer in host memory alone")
     parser.add_argument(
+        "--temperature", type=float, default=0.0, help="1: texts of random weights repeat nothing, as greedy ones do"
+    )
+    parser.add_argument(
         "--speculate", default="", help="what guesses tokens: ngram, mtp; none unless --accept is given"
     )
     parser.add_argument("--accept", default="", metavar="L/K", help="tokens that a step with K drafts gives on average")
@@ -292,7 +297,7 @@ def main() -> None:
         )  # fmt: skip
         batches = [int(b) for b in asked.batches.split(",")]
         of = asked.config, asked.tp, asked.parts, batches, asked.reps, asked.n_mixed, started, asked.ep
-        ask = Ask(*of, asked.prompt, asked.accept)
+        ask = Ask(*of, asked.prompt, asked.accept, asked.temperature)
         raise SystemExit(bench.run_ranks(options, ask, __file__, None).returncode)
 
 
