@@ -15,4 +15,4 @@ ONE_GPU = ["eager", "preemption", "host memory", *(f"{kind}, one rank" for kind 
 @pytest.mark.parametrize("name", ONE_GPU)
 def test_many_requests(made, name):
     model, how = WAYS[name]
-    assert check(made(model), requests=MANY, seed=3, device="cuda", **how).verified["right"]
+    assert check(made(model), requests=MANY, seed=3, device="cuda:0", **how).verified["right"]
