@@ -1,7 +1,7 @@
-// The experts of a small batch: each routed token reads that expert's weights as
-// fast as memory gives them. w13 [experts, 2 INNER, HIDDEN] is gate over up, w2 [experts, HIDDEN, INNER]. Routed tokens
-// go along the grid's first axis, so that tokens with the same expert read the same rows at about the same time, and
-// all but one from the second-level cache.
+// The experts of a small batch: each routed token reads that expert's weights as fast as memory gives them. w13
+// [experts, 2 INNER, HIDDEN] is gate over up, without GATED [experts, INNER, HIDDEN] up alone; w2 [experts, HIDDEN,
+// INNER]. Routed tokens go along the grid's first axis, so that tokens with the same expert read the same rows at about
+// the same time, and all but one from the second-level cache.
 //
 // With PART this rank has `experts` of the router's experts, from `first` on: routed tokens of others read no weights
 // and count as 0.
@@ -20,11 +20,11 @@ __device__ inline float dot(const Access& w, const uint4& x, float sum) {
     return sum;
 }
 
-// h [routed, INNER] = weight of the routed token * act(gate) * up; a warp makes one element of it. The router's ids are
-// what the kernel before has written, so that no weight can be asked for ahead of it.
+// h [routed, INNER] = weight of the routed token * act(gate) * up, or weight * act(up); a warp makes one element of it.
+// The router's ids are what the kernel before has written, so that no weight can be asked for ahead of it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 expert_up(const T* x, const int* ids, const float* weights, const T* w13, T* h, int first, int experts) {
-    constexpr int STEPS = (HIDDEN / V + 31) / 32, AHEAD = STEPS < 4 ? STEPS : 4;
+    constexpr int STEPS = (HIDDEN / V + 31) / 32, MOST = GATED ? 4 : 8, AHEAD = STEPS < MOST ? STEPS : MOST;
     const int lane = threadIdx.x % 32, routed_id = blockIdx.x, o = blockIdx.y * WARPS + threadIdx.x / 32;
     grid_wait();
     launch_dependents();
@@ -33,28 +33,31 @@ expert_up(const T* x, const int* ids, const float* weights, const T* w13, T* h, 
         if (lane == 0) h[(long long)routed_id * INNER + o] = from_float<T>(0.0f);
         return;
     }
-    const T* gate = w13 + ((long long)expert * 2 * INNER + o) * HIDDEN + lane * V;
-    const T* up = gate + (long long)INNER * HIDDEN;
+    constexpr int ROWS = GATED ? 2 : 1;  // of w13 that an element needs
+    const T* row = w13 + ((long long)expert * ROWS * INNER + o) * HIDDEN + lane * V;
     const T* token = x + (long long)(routed_id / TOP) * HIDDEN + lane * V;
-    Access ring[AHEAD][2];
+    Access ring[AHEAD][ROWS];
+    auto ask = [&](int u, int step) {
+        if (step * 32 + lane < HIDDEN / V)
 #pragma unroll
-    for (int u = 0; u < AHEAD; u++)
-        if (u * 32 + lane < HIDDEN / V) ring[u][0] = stream(gate + u * 32 * V), ring[u][1] = stream(up + u * 32 * V);
-    float sums[2] = {};
+            for (int r = 0; r < ROWS; r++) ring[u][r] = stream(row + (long long)r * INNER * HIDDEN + step * 32 * V);
+    };
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) ask(u, u);
+    float sums[ROWS] = {};
 #pragma unroll 1
     for (int s = 0; s < STEPS; s += AHEAD) {
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             if ((s + u) * 32 + lane < HIDDEN / V) {
                 const uint4 at = *(const uint4*)(token + (s + u) * 32 * V);
-                sums[0] = dot(ring[u][0], at, sums[0]), sums[1] = dot(ring[u][1], at, sums[1]);
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) sums[r] = dot(ring[u][r], at, sums[r]);
             }
-            const int next = s + u + AHEAD;
-            if (next * 32 + lane < HIDDEN / V)
-                ring[u][0] = stream(gate + next * 32 * V), ring[u][1] = stream(up + next * 32 * V);
+            ask(u, s + u + AHEAD);
         }
     }
-    const float g = warp_sum(sums[0]), y = warp_sum(sums[1]);
+    const float g = warp_sum(sums[0]), y = GATED ? warp_sum(sums[ROWS - 1]) : 1;
     if (lane == 0) h[(long long)routed_id * INNER + o] = from_float<T>(gated<T, ACT>(g, y) * weights[routed_id]);
 }
 

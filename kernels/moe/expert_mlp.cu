@@ -2,14 +2,16 @@
 // sm_90 on.
 //
 // First h [routed, INNER], in the order of group.cu, = weight of the routed token * act(gate) * up of w13 [experts, 2
-// INNER, HIDDEN] (gate over up) and x, of which routed token p has row p / TOP. Then y [routed, HIDDEN], in the routed
-// tokens' own order, of w2 [experts, HIDDEN, INNER] and h.
+// INNER, HIDDEN] (gate over up) and x, of which routed token p has row p / TOP; without GATED = weight * act(up) of w13
+// [experts, INNER, HIDDEN]. Then y [routed, HIDDEN], in the routed tokens' own order, of w2 [experts, HIDDEN, INNER] and
+// h.
 //
 // An item is a tile of up to ROWS routed tokens of one expert and M outputs' weights; those of w13 come first. A block
 // takes the item of its number, and then the next one that no block has taken. One warp has TMA bring chunks of KC inputs
 // of these outputs, STAGES of them ahead and on into the next item; another one gathers the same inputs of the routed
 // tokens; the others multiply both by tensor cores. Chunks lie in shared memory as in pipelined_gemm.cu: boxes of 64
-// inputs, whose 16-byte vectors are permuted in each row.
+// inputs and M / 2 outputs, whose 16-byte vectors are permuted in each row. Inputs past the last one are zeros. Outputs
+// past the last one have weights of whatever comes next in memory or came before in the stage, and are not stored.
 //
 // Weights do not wait for each other's GEMM: only rows of h do, until `done` shows that all items of their tile are
 // there. An item of w2 may wait for an item of w13 that another block has, so a block must not take one while blocks
@@ -40,11 +42,11 @@ constexpr int PATIENCE = 50'000;               // nanoseconds that a block waits
 
 // -- The items that blocks take, and in which order.
 
-template <bool GATED_, int INPUTS_, int WIDTH_> struct Gemm {
-    static constexpr bool GATED = GATED_;
+template <bool UP_, int INPUTS_, int WIDTH_> struct Gemm {
+    static constexpr bool UP = UP_, PAIRED = UP && GATED;  // PAIRED: gates and ups of the same outputs
     static constexpr int INPUTS = INPUTS_, WIDTH = WIDTH_;
-    static constexpr int OUTPUTS = GATED ? 2 * WIDTH : WIDTH, OUTS = GATED ? M / 2 : M;
-    static constexpr int BLOCKS = WIDTH / OUTS, CHUNKS = INPUTS / KC;  // of a tile, of an item
+    static constexpr int OUTPUTS = PAIRED ? 2 * WIDTH : WIDTH, OUTS = PAIRED ? M / 2 : M;
+    static constexpr int BLOCKS = (WIDTH + OUTS - 1) / OUTS, CHUNKS = (INPUTS + KC - 1) / KC;  // of a tile, of an item
 };
 using Up = Gemm<true, HIDDEN, INNER>;
 using Down = Gemm<false, INNER, HIDDEN>;
@@ -123,18 +125,20 @@ __device__ inline void init_barriers(const Ring& ring, const Queue& queue) {
     fence_mbarrier_init();
 }
 
-// Requests a chunk's weights.
+// Requests a chunk's weights: the second half of the outputs unless all of it is past the last one.
 template <class G> struct Boxes {
     const TensorMap* map;
     int row;
+    bool both;
 
-    __device__ Boxes(const TensorMap* map, int expert, int block) : map(map), row(expert * G::OUTPUTS + block * G::OUTS) {}
+    __device__ Boxes(const TensorMap* map, int expert, int block)
+        : map(map), row(expert * G::OUTPUTS + block * G::OUTS), both(G::PAIRED || block * M + M / 2 < G::WIDTH) {}
     __device__ void load(int chunk, unsigned to, Barrier* barrier) const {
-        mbarrier_expect(barrier, M * KC * 2);
+        mbarrier_expect(barrier, (both ? M : M / 2) * KC * 2);
 #pragma unroll
         for (int b = 0; b < BOXES; b++, to += M * 128) {
             tma_load(to, map, chunk * KC + b * 64, row, barrier);
-            if (G::GATED) tma_load(to + G::OUTS * 128, map, chunk * KC + b * 64, row + G::WIDTH, barrier);
+            if (both) tma_load(to + M / 2 * 128, map, chunk * KC + b * 64, row + (G::PAIRED ? G::WIDTH : M / 2), barrier);
         }
     }
 };
@@ -169,7 +173,8 @@ __device__ inline void bring_rows(const T* x, int mine, int rows, const Ring& ri
         for (int i = 0; i < ROWS * VECS / 32; i++) {
             const int r = (i * 32 + lane) / VECS, vec = (i * 32 + lane) % VECS;
             const T* row = x + (long long)__shfl_sync(0xffffffffu, mine, r) * G::INPUTS + c * KC;
-            copy_async16(to + (vec / 8 * ROWS + r) * 128 + (vec % 8 ^ r % 8) * 16, row + vec * 8, r < rows);
+            const bool there = r < rows && (G::INPUTS % KC == 0 || c * KC + vec * 8 < G::INPUTS);
+            copy_async16(to + (vec / 8 * ROWS + r) * 128 + (vec % 8 ^ r % 8) * 16, row + vec * 8, there);
         }
         arrive_when_copied(ring.full + stage);
     }
@@ -181,11 +186,12 @@ template <class G>
 __device__ inline void store(const float* sums, const Item& item, int routed, float weights, T* y) {
     for (int i = threadIdx.x; i < item.rows * G::OUTS; i += THREADS) {
         const int row = i / G::OUTS, out = i % G::OUTS;
-        long long to = G::GATED ? item.start + row : __shfl_sync(0xffffffffu, routed, row);
+        const int at = item.block * G::OUTS + out;
+        const long long to = G::UP ? item.start + row : __shfl_sync(0xffffffffu, routed, row);
         float value = sums[out * WIDE + row];
-        if (G::GATED)
-            value = gated<T, ACT>(value, sums[(G::OUTS + out) * WIDE + row]) * __shfl_sync(0xffffffffu, weights, row);
-        y[to * G::WIDTH + item.block * G::OUTS + out] = from_float<T>(value);
+        if constexpr (G::UP)
+            value = gated<T, ACT>(value, GATED ? sums[(M / 2 + out) * WIDE + row] : 1) * __shfl_sync(0xffffffffu, weights, row);
+        if (G::WIDTH % G::OUTS == 0 || at < G::WIDTH) y[to * G::WIDTH + at] = from_float<T>(value);
     }
 }
 
@@ -196,7 +202,7 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
     const int lane = threadIdx.x % 32;
     float sum[1][TILES][4] = {}, mine = 0;
     const int routed_id = lane < item.rows ? __ldcg(sorted_ids + item.start + lane) : 0;
-    if (G::GATED) mine = __ldcg(weights + routed_id);
+    if (G::UP) mine = __ldcg(weights + routed_id);
 #pragma unroll 1
     for (const int start = n, end = n + G::CHUNKS; n < end; n++) {
         const int stage = n % STAGES;

@@ -29,8 +29,7 @@ def supports(x: Tensor, w13: object, w2: object) -> bool:
     """Whether `expert_mlp` takes these."""
     if not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
         return False
-    hidden, inner = w2.shape[1:]
-    sizes = hidden % OUTPUTS == 0 and inner % 64 == 0
+    sizes = all(length % 8 == 0 for length in w2.shape[1:])  # as TMA asks
     same = x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype
     return same and sizes and jit.plain(x, w13, w2) and device_caps(x.device).has_tma
 
@@ -40,51 +39,59 @@ def choose_tiles(routed: int, experts: int) -> int:
     return next(tiles for most, tiles in TILES.items() if routed <= most * experts)
 
 
-def sizes(hidden: int, inner: int, act: str, top: int, tiles: int) -> dict[str, int]:
-    """Compile-time constants of expert_mlp.cu."""
+def sizes(
+    hidden: int, inner: int, act: str, top: int, tiles: int, gated: bool = True, chunk: int = 0
+) -> dict[str, int]:
+    """Compile-time constants of expert_mlp.cu. chunk: chosen unless given."""
+    chunk = chunk or choose_chunk(hidden, inner)
     return dict(
-        HIDDEN=hidden, INNER=inner, KC=_chunk(hidden, inner), STAGES=stages(hidden, inner, tiles)[0], TILES=tiles,
+        HIDDEN=hidden, INNER=inner, KC=chunk, STAGES=stages(chunk, tiles)[0], TILES=tiles, GATED=int(gated),
         ACT=act_number(act), TOP=top,
     )  # fmt: skip
 
 
-def _chunk(hidden: int, inner: int) -> int:
-    """Inputs that a block multiplies at once."""
-    return 64 if hidden % 128 or inner % 128 else 128
+def choose_chunk(hidden: int, inner: int) -> int:
+    """Inputs that a block multiplies at once: 128, unless zeros that fill up the last ones would be many."""
+    return 128 if all(-length % 128 * 8 <= length for length in (hidden, inner)) else 64
 
 
-def stages(hidden: int, inner: int, tiles: int) -> tuple[int, int]:
+def stages(chunk: int, tiles: int) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as expert_mlp.cu lays it out."""
     rows = 8 * tiles
     sums = OUTPUTS * (rows + 1) * 4
-    stage = (OUTPUTS + rows) * _chunk(hidden, inner) * 2
+    stage = (OUTPUTS + rows) * chunk * 2
     count = min((SMEM_BYTES - 1024 - sums) // stage, MAX_STAGES)
     return count, 1024 + count * stage + sums
 
 
-def experts(given: Inputs, tiles: int = 0) -> Tensor:
-    """`expert_mlp` of these, which it supports, without biases. tiles: of 8 rows; chosen unless given."""
+def experts(given: Inputs, tiles: int = 0, chunk: int = 0) -> Tensor:
+    """`expert_mlp` of these, which it supports, without biases. tiles: of 8 rows; they and the chunk are chosen unless
+    given."""
     x, ids, weights, w13, w2, act, _, local_experts, _ = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
     tiles = tiles or choose_tiles(given.routed, given.experts)
-    return expert_mlp(x, ids, weights, w13, w2, group(ids, len(w13), 8 * tiles, local_experts), act, tiles)
+    groups = group(ids, len(w13), 8 * tiles, local_experts)
+    return expert_mlp(x, ids, weights, w13, w2, groups, act, tiles, chunk)
 
 
 def expert_mlp(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, groups: Groups, act: str, tiles: int
-) -> Tensor:
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, groups: Groups, act: str, tiles: int,
+    chunk: int = 0,
+) -> Tensor:  # fmt: skip
     """[routed, H], in the routed tokens' own order: the routed tokens' weights * w2 (act(gate) * up), of x [T, H], w13
-    [E, 2 I, H] and w2 [E, H, I]. groups: in tiles of 8 * tiles rows."""
+    [E, 2 I, H] and w2 [E, H, I]; or * w2 act(up), of w13 [E, I, H]. groups: in tiles of 8 * tiles rows."""
     (experts, hidden, inner), routed, count = w2.shape, ids.numel(), len(groups.tile_expert)
-    memory = stages(hidden, inner, tiles)[1]
-    consts = sizes(hidden, inner, act, ids.shape[1], tiles)
+    gated, half = w13.shape[1] != inner, OUTPUTS // 2
+    consts = sizes(hidden, inner, act, ids.shape[1], tiles, gated, chunk)
+    memory = stages(consts["KC"], tiles)[1]
     kernel = jit.kernel("expert_mlp", "expert_mlp", x.dtype, memory, **consts)
-    of_w13 = jit.tensor_map(w13.data_ptr(), experts * 2 * inner, hidden, OUTPUTS // 2, hidden)
-    of_w2 = jit.tensor_map(w2.data_ptr(), experts * hidden, inner, OUTPUTS, inner)
+    of_w13 = jit.tensor_map(w13.data_ptr(), experts * w13.shape[1], hidden, half, hidden)
+    of_w2 = jit.tensor_map(w2.data_ptr(), experts * hidden, inner, half, inner)
     h, y = x.new_empty(routed, inner), x.new_empty(routed, hidden)
     assert count + 3 <= jit.COUNTERS
     done = jit.counters(x.device, current_stream())
-    blocks = min(device_caps(x.device).num_sms, count * max(2 * inner, hidden) // OUTPUTS)
+    items = max(-(-inner // (half if gated else OUTPUTS)), -(-hidden // OUTPUTS))  # of a tile in either GEMM
+    blocks = min(device_caps(x.device).num_sms, count * items)
     args = x, of_w13, of_w2, *groups, weights, h, y, done, count, experts
     kernel((blocks, 1, 1), WARPS * 32, *args, shared=memory)
     return y

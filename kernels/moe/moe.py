@@ -190,11 +190,11 @@ CANDIDATES = (
     ),
     ExpertCandidate("expert_gemv.cu", "GPUs", "f16 or bf16 without biases", _gemv, few=64, sums=True),
     ExpertCandidate(
-        "expert_mlp.cu", "sm_90, sm_100", "f16 or bf16 without biases, hidden size a multiple of 128, inner of 64",
+        "expert_mlp.cu", "sm_90, sm_100", "f16 or bf16 without biases, sizes multiples of 8",
         _in_one_launch, most=max(expert_mlp.TILES), borders=(*expert_mlp.TILES,),
     ),
     ExpertCandidate(
-        "wgmma_experts.cu", "sm_90", "f16 or bf16, or packed weights that become so, sizes multiples of 64", _by_wgmma,
+        "wgmma_experts.cu", "sm_90", "f16 or bf16, or packed weights that become so, sizes multiples of 8", _by_wgmma,
         above=PLAIN_ROUTED, borders=(*plain_experts.WGMMA_ROWS,)[:-1],
     ),
     ExpertCandidate("moe_triton.py", "GPUs", "all else", _by_triton, borders=(*plain_experts.TILINGS,)[:-1]),
@@ -204,8 +204,7 @@ CANDIDATES = (
 def choose(given: Inputs) -> tuple[ExpertCandidate, Callable[[], Tensor]]:
     """Which candidate computes these on their GPU, where weights are packed for it or plain, and how."""
     found = device_caps(given.x.device)
-    takes = CANDIDATES if given.gated else CANDIDATES[-1:]  # the last one alone can do without a gate
-    planned = ((one, one.plan(given, found)) for one in takes if one.in_range(given.routed, given.experts))
+    planned = ((one, one.plan(given, found)) for one in CANDIDATES if one.in_range(given.routed, given.experts))
     return next((one, run) for one, run in planned if run)
 
 
@@ -230,7 +229,7 @@ def expert_terms(given: Inputs) -> Tensor:
     given = given._replace(x=x, ids=ids, weights=weights)
     if len(x) == 0:
         return torch.empty_like(x).unsqueeze(1)
-    if not given.gated or not quantized_experts.takes(x, given.w13, given.w2):
+    if not given.gated or not quantized_experts.takes(x, given.w13, given.w2):  # kernels of codes take gates alone
         given = given._replace(w13=plain(given.w13, x.dtype), w2=plain(given.w2, x.dtype))
     one, run = choose(given)
     return run().unsqueeze(1) if one.sums else apart(run(), ids, given.local_experts)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..activation.activation import act_number, gate_sizes
+from ..activation.activation import act_number
 from ..device import DeviceCaps, device_caps
 from ..quantized.stack import Stack
 from .group import Groups, gather, group
@@ -38,12 +38,12 @@ def gemv_takes(x: Tensor, ids: Tensor, w13: object, w2: object) -> bool:
 
 def gemv(given: Inputs) -> Tensor:
     """[T, H], the weighted sums over each token's experts, without biases."""
-    x, ids, weights, w13, w2, act, _, local_experts, _ = given
+    x, ids, weights, w13, w2, act, _, local_experts, gated = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`gemv_takes` was not asked"
     (tokens, hidden), k, inner = x.shape, ids.shape[1], w2.shape[2]
     here = (local_experts.first, local_experts.size) if local_experts else (0, 0)
     h, y = x.new_empty(tokens * k, inner), torch.empty_like(x)
-    consts = gemv_sizes(hidden, inner, k, act, local_experts is not None)
+    consts = gemv_sizes(hidden, inner, k, act, local_experts is not None, gated)
     up = jit.kernel("expert_gemv", "expert_up", x.dtype, **consts)
     up((tokens * k, inner // GEMV_WARPS, 1), GEMV_WARPS * 32, x, ids, weights, w13, h, *here)
     down = jit.kernel("expert_gemv", "expert_down", x.dtype, **consts)
@@ -51,9 +51,10 @@ def gemv(given: Inputs) -> Tensor:
     return y
 
 
-def gemv_sizes(hidden: int, inner: int, k: int, act: str, part: bool = False) -> dict[str, int]:
+def gemv_sizes(hidden: int, inner: int, k: int, act: str, part: bool = False, gated: bool = True) -> dict[str, int]:
     """Compile-time constants of expert_gemv.cu. part: experts are shared out."""
-    return dict(HIDDEN=hidden, INNER=inner, TOP=k, ACT=act_number(act), WARPS=GEMV_WARPS, PART=int(part))
+    of = dict(HIDDEN=hidden, INNER=inner, TOP=k, WARPS=GEMV_WARPS, PART=int(part))
+    return of | dict(GATED=int(gated), ACT=act_number(act))
 
 
 # -- packed weights that become plain
@@ -112,7 +113,7 @@ WGMMA_ROWS = {160: 192, 1 << 30: 128}
 def wgmma_takes(given: Inputs, caps: DeviceCaps) -> bool:
     """Whether `by_wgmma` takes these, plain or packed."""
     x, w13, w2 = given.x, given.w13, given.w2
-    if x.element_size() != 2 or any(length % WGMMA_CHUNK for length in w2.shape[1:]) or not caps.hopper:
+    if x.element_size() != 2 or any(length % 8 for length in w2.shape[1:]) or not caps.hopper:
         return False
     return all(
         isinstance(w, Stack) or (isinstance(w, Tensor) and w.dtype == x.dtype and jit.plain(w)) for w in (w13, w2)
@@ -124,10 +125,12 @@ def wgmma_rows(routed: int, experts: int) -> int:
     return next(rows for most, rows in WGMMA_ROWS.items() if routed <= most * experts)
 
 
-def wgmma_sizes(outputs: int, inputs: int, act: str, bias: bool, rows: int) -> dict[str, int]:
-    """Compile-time constants of wgmma_experts.cu. act: of the gate; "": there is none."""
+def wgmma_sizes(outputs: int, inputs: int, act: str, bias: bool, rows: int, gated: bool = True) -> dict[str, int]:
+    """Compile-time constants of wgmma_experts.cu. act: of the first GEMM, with a gate if gated; "": it is the second
+    one."""
     of = dict(M=WGMMA_OUTPUTS, KC=WGMMA_CHUNK, ROWS=rows, STAGES=wgmma_stages(rows)[0])
-    return dict(I=inputs, OUTPUTS=outputs, **of, BIAS=int(bias), **gate_sizes(act))
+    up = dict(UP=int(bool(act)), GATED=int(bool(act) and gated), ACT=act_number(act) if act else 0)
+    return dict(I=inputs, OUTPUTS=outputs, **of, BIAS=int(bias), **up)
 
 
 def wgmma_stages(rows: int) -> tuple[int, int]:
@@ -139,23 +142,26 @@ def wgmma_stages(rows: int) -> tuple[int, int]:
 
 def by_wgmma(given: Inputs, rows: int) -> Tensor:
     """[T * k, H], where `wgmma_takes` takes it. rows: routed tokens of a tile."""
-    x, ids, weights, w13, w2, act, biases, local_experts, _ = given
+    x, ids, weights, w13, w2, act, biases, local_experts, gated = given
     groups = group(ids, w13.shape[0], rows, local_experts)
     gathered = gather(x, groups, ids.shape[1], rows)
-    h, y = x.new_empty(len(gathered), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
-    by_parts(w13, groups, biases.up, x.dtype, partial(_wgmma, x=gathered, weights=weights, y=h, act=act, rows=rows))
-    by_parts(w2, groups, biases.down, x.dtype, partial(_wgmma, x=h, weights=weights, y=y, act="", rows=rows))
+    h, y = x.new_empty(len(gathered), w2.shape[2]), x.new_empty(ids.numel(), w2.shape[1])
+    both = partial(_wgmma, weights=weights, rows=rows, gated=gated)
+    by_parts(w13, groups, biases.up, x.dtype, partial(both, x=gathered, y=h, act=act))
+    by_parts(w2, groups, biases.down, x.dtype, partial(both, x=h, y=y, act=""))
     return y
 
 
 def _wgmma(
-    weight: Tensor, groups: Groups, bias: Tensor | None, *, x: Tensor, weights: Tensor, y: Tensor, act: str, rows: int
+    weight: Tensor, groups: Groups, bias: Tensor | None, *, x: Tensor, weights: Tensor, y: Tensor, act: str, rows: int,
+    gated: bool,
 ) -> None:  # fmt: skip
     """Fill y of x [P, inputs] in the order of the groups and weight [E, outputs, inputs]. With an activation, y
-    [P, outputs / 2] is the routed tokens' weights * act(gate) * up in that order; else y [P, outputs] is in the routed
-    tokens' own, of an x that has the weights in it. bias [E, outputs]: added, times the routed tokens' weights."""
+    [P, outputs / 2] is the routed tokens' weights * act(gate) * up in that order, or, not gated, y [P, outputs] is
+    theirs * act(up); else y [P, outputs] is in the routed tokens' own order, of an x that has the weights in it. bias
+    [E, outputs]: added, times the routed tokens' weights."""
     experts, outputs, inputs = weight.shape
-    of = wgmma_sizes(outputs, inputs, act, bias is not None, rows)
+    of = wgmma_sizes(outputs, inputs, act, bias is not None, rows, gated)
     kernel = jit.kernel("wgmma_experts", "wgmma_experts", x.dtype, shared := wgmma_stages(rows)[1], **of)
     of_x = jit.tensor_map(x.data_ptr(), len(x), inputs, rows, inputs)
     of_w = jit.tensor_map(weight.data_ptr(), experts * outputs, inputs, WGMMA_OUTPUTS // 2, inputs)

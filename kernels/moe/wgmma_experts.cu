@@ -1,8 +1,9 @@
 // Grouped GEMMs of experts of 16 bits with many routed tokens each, by Hopper's asynchronous tensor-core instructions:
 // for sm_90a alone. x [routed, I] is in the order of group.cu, as gather_routed.cu makes it, so that the routed tokens
-// of an expert are rows side by side. Weights are [experts, OUTPUTS, I]. With GATED, y [routed, OUTPUTS / 2] is weight
-// of the routed token * act(gate) * up in that order; else y [routed, OUTPUTS] is in the routed tokens' own order. With
-// BIAS, bias [experts, OUTPUTS] is added, times the routed token's weight where x has it in already.
+// of an expert are rows side by side. Weights are [experts, OUTPUTS, I]. With UP, y is in that order, too: with GATED
+// weight of the routed token * act(gate) * up [routed, OUTPUTS / 2], else weight * act(up) [routed, OUTPUTS]. Without UP
+// y [routed, OUTPUTS] is in the routed tokens' own order. With BIAS, bias [experts, OUTPUTS] is added, times the routed
+// token's weight where x has it in already.
 //
 // A tile has up to ROWS routed tokens of one expert and M outputs of the weights (expert_walk.cuh). One warp has TMA
 // bring chunks of KC inputs, STAGES ahead and on into the next tile (ring_walk.cuh): weights before the kernel's
@@ -14,7 +15,7 @@
 #include "mma.cuh"
 #include "wgmma.cuh"
 
-constexpr int CHUNKS = I / KC;
+constexpr int CHUNKS = (I + KC - 1) / KC;  // inputs past the last one are zeros
 constexpr int OUTS = GATED ? M / 2 : M, WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y: of a tile, and all
 constexpr int ROW_BYTES = KC * 2, X_BYTES = ROWS * ROW_BYTES, STAGE = X_BYTES + M * ROW_BYTES;
 constexpr int GROUPS = ROWS / 64, THREADS = 128 * GROUPS;  // warpgroups, and threads, that multiply
@@ -23,7 +24,7 @@ constexpr int N = GROUPS == 2 ? M : M / 2, PARTS = M / N;
 // Registers of a thread that copies, and of one that multiplies: quantized_wgmma.cu has the reason.
 constexpr int TO_COPY = GROUPS == 2 ? 40 : 32, REGISTERS = GROUPS == 2 ? 232 : 160;
 static_assert(KC == 64 && M == 256);  // a row of TMA's swizzle, and what the sums of a warpgroup have registers for
-static_assert(I % KC == 0 && WIDTH % 64 == 0 && (GROUPS == 2 || GROUPS == 3));
+static_assert(I % 8 == 0 && WIDTH % 8 == 0 && (GROUPS == 2 || GROUPS == 3));
 constexpr int SHARE = 1;  // blocks of a cluster side by side
 #include "ring_walk.cuh"
 #include "expert_walk.cuh"
@@ -93,14 +94,14 @@ __device__ inline void store(const float (&sum)[PARTS][N / 2], const Item& item,
         const int row = top + h * 8;
         const bool mine = row < item.rows;
         const int routed_id = mine ? __ldcg(sorted_ids + item.row + row) : 0;
-        const float by = mine && (GATED || BIAS) ? weights[routed_id] : 0;
-        T* const to = y + (long long)(GATED ? item.row + row : routed_id) * WIDTH;
+        const float by = mine && (UP || BIAS) ? weights[routed_id] : 0;
+        T* const to = y + (long long)(UP ? item.row + row : routed_id) * WIDTH;
         auto value = [&](int out, int at) {
             auto at_sum = [&](int at) { return sum[at / (N / 2)][at % (N / 2)]; };
-            float one = at_sum(at), up = at_sum(GATED ? at + M / 4 : 0);
-            if (BIAS && out < WIDTH) one += to_float(added[out]) * (GATED ? 1 : by);
+            float one = at_sum(at), up = GATED ? at_sum(at + M / 4) : 1;
+            if (BIAS && out < WIDTH) one += to_float(added[out]) * (UP ? 1 : by);
             if (BIAS && GATED && out < WIDTH) up += to_float(added[WIDTH + out]);
-            if constexpr (GATED) one = gated<T, ACT>(one, up) * by;
+            if constexpr (UP) one = gated<T, ACT>(one, up) * by;
             return one;
         };
 #pragma unroll

@@ -119,8 +119,9 @@ template <> f16 from_float<f16>(float x) {
 static float exp2_approx(float x) { return exp2f(x); }
 enum { SILU, GELU, GELU_TANH, RELU2 };
 template <class E, int ACT> static float gated(float gate, float up) {
-    static_assert(ACT == SILU, "the model has no other activation");
+    static_assert(ACT == SILU || ACT == RELU2, "the model has no other activation");
     const float g = to_float(from_float<E>(gate)), u = to_float(from_float<E>(up));
+    if (ACT == RELU2) return g > 0 ? g * g * u : 0;
     return g / (1 + expf(-g)) * u;
 }
 template <class E> static E half_of(unsigned x, int half) { return E{(uint16_t)(x >> 16 * half)}; }

@@ -10,7 +10,7 @@ from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import LocalExperts
 
 from .. import cuda_model
-from .cases import Sizes, make, near, share_of
+from .cases import Sizes, make, near, share_of, without_gate
 from .reference import fused_experts_reference
 
 # One tile and several, every expert and few, where a block's first item is what it guesses and where it is not,
@@ -23,6 +23,13 @@ CASES = [
     (Sizes(40, 2, 3, 256, 128), 2, None),
     (Sizes(12, 3, 9, 128, 64), 1, LocalExperts(3, 3, 9)),
     (Sizes(2, 1, 5, 1024, 64, "one"), 2, None),
+]
+# Without a gate: a last block of half the outputs, with fewer, and whole; inputs that fill no chunk, and none of a box.
+UNGATED = [
+    (Sizes(9, 2, 4, 128, 192), 1, None),
+    (Sizes(20, 3, 5, 152, 72, "few"), 2, None),
+    (Sizes(60, 2, 3, 128, 960), 4, None),
+    (Sizes(12, 3, 9, 64, 256), 1, LocalExperts(3, 3, 9)),
 ]
 COUNTED = 1000  # more than a layer's items
 NAN = float("nan")
@@ -65,7 +72,24 @@ class Launcher:
 )
 def test_experts(sizes, tiles, local_experts, monkeypatch, cuda_models):
     torch.manual_seed(0)
-    given = make(sizes, torch.bfloat16)
+    check(make(sizes, torch.bfloat16), tiles, local_experts, monkeypatch, cuda_models)
+
+
+@pytest.mark.parametrize("act, dtype, bound", [("relu2", torch.bfloat16, 4e-2), ("silu", torch.float16, 6e-3)])
+@pytest.mark.parametrize(
+    "sizes, tiles, local_experts", [*UNGATED[:2], *(pytest.param(*c, marks=pytest.mark.long) for c in UNGATED[2:])]
+)
+def test_experts_without_a_gate(sizes, tiles, local_experts, act, dtype, bound, monkeypatch, cuda_models):
+    given = without_gate(make(sizes, dtype))._replace(act=act)
+    check(given, tiles, local_experts, monkeypatch, cuda_models, bound)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(9, 2, 4, 136, 40), Sizes(30, 2, 3, 320, 104)])
+def test_sizes_that_tiles_do_not_divide(sizes, monkeypatch, cuda_models):
+    check(make(sizes, torch.bfloat16), 1, None, monkeypatch, cuda_models)
+
+
+def check(given, tiles, local_experts, monkeypatch, cuda_models, bound=4e-2):
     if local_experts:
         given = share_of(given, local_experts)
     x, ids, weights, w13, w2, act, *_ = given
@@ -79,7 +103,7 @@ def test_experts(sizes, tiles, local_experts, monkeypatch, cuda_models):
         here = ((ids >= local_experts.first) & (ids < local_experts.first + local_experts.size)).flatten()
         assert torch.equal(y.isnan().any(1), ~here)
         y = torch.where(here[:, None], y, 0)
-    near(y.view(*ids.shape, -1).float().sum(1).to(x.dtype), want, 4e-2)
+    near(y.view(*ids.shape, -1).float().sum(1).to(x.dtype), want, bound)
     assert not launcher.counts.any()
 
 

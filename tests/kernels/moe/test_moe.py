@@ -82,12 +82,14 @@ def test_every_tiling_is_warmed_up():
         (16, 8, 4096, 14336, 2, 1),  # Mixtral-8x7B
         (100, 64, 2048, 1408, 6, 4),
         (16, 20, 128, 192, 3, 1),
+        (64, 128, 2688, 1856, 6, 1),  # Nemotron 3 Nano
+        (128, 128, 2688, 928, 6, 2),
     ],
 )
 def test_items_of_one_launch(rows, experts, hidden, inner, top, tiles):
     """A router's blocks, of 9 KB and 1 KB for the system, fit beside it, which has as much."""
     assert expert_mlp.choose_tiles(rows * top, experts) == tiles
-    stages, shared = expert_mlp.stages(hidden, inner, tiles)
+    stages, shared = expert_mlp.stages(expert_mlp.choose_chunk(hidden, inner), tiles)
     assert stages >= 4 and shared + (1 << 10) + (10 << 10) <= 228 << 10
     most = max(expert_mlp.TILES) * experts
     warm = {expert_mlp.choose_tiles(n * top, experts) for n in moe.warm_up_rows(experts, top) if n * top <= most}

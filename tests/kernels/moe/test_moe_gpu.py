@@ -20,6 +20,7 @@ from .reference import fused_experts_reference
 require_gpu()
 KINDS = [(torch.float32, 3e-5), (torch.bfloat16, 4e-2), (torch.float16, 6e-3)]
 QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
+NEMOTRON, NEMOTRON_TP2 = Sizes(1, 6, 24, 2688, 1856), Sizes(1, 6, 24, 2688, 928)  # likewise
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
@@ -36,6 +37,8 @@ def test_experts(sizes, dtype, bound):
 def test_gemv(sizes):
     given = make(sizes, torch.bfloat16, "cuda")
     assert plain_experts.gemv_takes(given.x, given.ids, given.w13, given.w2)
+    near(plain_experts.gemv(given), fused_experts_reference(given), 4e-2)
+    given = without_gate(given)
     near(plain_experts.gemv(given), fused_experts_reference(given), 4e-2)
 
 
@@ -58,10 +61,13 @@ def test_biases(sizes, tokens):
         near(moe.fused_experts(one), fused_experts_reference(one), 8e-2)
 
 
-@pytest.mark.parametrize("tokens", [1, 40, 300])
-def test_without_a_gate(tokens):
-    given = without_gate(make(QWEN._replace(tokens=tokens), torch.bfloat16, "cuda"))
-    near(moe.fused_experts(given), fused_experts_reference(given), 8e-2)
+@pytest.mark.parametrize("tokens", [1, 40, 300, 700])
+@pytest.mark.parametrize("sizes", [QWEN, NEMOTRON, NEMOTRON_TP2, CASES[3]._replace(spread="any")])
+def test_without_a_gate(sizes, tokens):
+    for dtype, bound in KINDS[1:]:
+        given = without_gate(make(sizes._replace(tokens=tokens), dtype, "cuda"))
+        for one in (given, given._replace(act="silu"), given._replace(biases=biases(given))):
+            near(moe.fused_experts(one), fused_experts_reference(one), bound * 2)
 
 
 @needs_tma
@@ -78,11 +84,15 @@ def test_in_one_launch(tiles, spread, tokens):
 
 
 @needs_tma
-@pytest.mark.parametrize("hidden, inner", [(128, 320), (2944, 192), (256, 64)])
-def test_in_one_launch_with_chunks_of_64(hidden, inner):
-    given = make(Sizes(11, 4, 20, hidden, inner), torch.bfloat16, "cuda")
-    assert expert_mlp.supports(given.x, given.w13, given.w2)
-    near(summed(expert_mlp.experts(given), given), fused_experts_reference(given), 4e-2)
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+@pytest.mark.parametrize("hidden, inner", [(128, 320), (2944, 192), (256, 64), (2688, 1856), (152, 72), (512, 928)])
+def test_in_one_launch_of_any_size(hidden, inner, tiles):
+    """Chunks of 64 and of 128; the last block of outputs and the last chunk of inputs are not whole."""
+    for dtype, bound in KINDS[1:]:
+        gated = make(Sizes(11 * tiles, 4, 20, hidden, inner), dtype, "cuda")
+        for given in (gated, without_gate(gated), without_gate(gated)._replace(act="silu")):
+            assert expert_mlp.supports(given.x, given.w13, given.w2)
+            near(summed(expert_mlp.experts(given, tiles), given), fused_experts_reference(given), bound)
 
 
 @needs_tma

@@ -10,7 +10,7 @@ from phalanx.kernels.moe import moe, plain_experts
 from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import LocalExperts
 
-from .cases import Sizes, biases, encoded, make, near, share_of
+from .cases import Sizes, biases, encoded, make, near, share_of, without_gate
 from .conftest import HOPPER
 from .reference import fused_experts_reference
 
@@ -20,6 +20,7 @@ class Case(NamedTuple):
     rows: int
     biased: bool = False
     local_experts: LocalExperts | None = None
+    gated: bool = True
 
 
 CASES = [
@@ -29,6 +30,10 @@ CASES = [
     Case(Sizes(130, 2, 6, 320, 64), 128, True, LocalExperts(2, 3, 6)),
     Case(Sizes(2200, 1, 1, 64, 64), 128),  # more tiles than a band has
 ]
+UNGATED = [  # of one block of outputs, of one and a few more; inputs that fill no chunk
+    Case(Sizes(100, 2, 3, 72, 200), 128, gated=False),
+    Case(Sizes(90, 3, 5, 136, 264, "few"), 192, True, LocalExperts(1, 3, 5), gated=False),
+]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +42,8 @@ CASES = [
         (CASES[0], torch.bfloat16, 4e-2),
         *(pytest.param(one, torch.bfloat16, 4e-2, marks=pytest.mark.long) for one in CASES[1::2]),
         *(pytest.param(one, torch.float16, 6e-3, marks=pytest.mark.long) for one in CASES[2::2]),
+        (UNGATED[0], torch.bfloat16, 4e-2),
+        pytest.param(UNGATED[1], torch.float16, 6e-3, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -44,6 +51,7 @@ def test_experts(on_hopper, case, dtype, bound):
     """Blocks have several items, the ring goes round, and tiles are not whole."""
     torch.manual_seed(0)
     given = make(case.sizes, dtype)
+    given = given if case.gated else without_gate(given)
     given = given._replace(biases=biases(given)) if case.biased else given
     given = share_of(given, case.local_experts) if case.local_experts else given
     found = plain_experts.by_wgmma(given, case.rows)
@@ -73,7 +81,7 @@ def test_what_they_are_for():
     assert takes(x, w13, w2) and takes(x, torch.zeros(2, 128, 64, dtype=x.dtype), w2)
     assert not takes(x.float(), w13, w2)
     assert not takes(x, torch.zeros(2, 128, 64), w2)
-    assert not takes(x, w13, encoded(torch.zeros(2, 64, 96)))
+    assert not takes(x, torch.zeros(2, 72, 64, dtype=x.dtype), torch.zeros(2, 64, 36, dtype=x.dtype))
     assert not takes(x, w13, w2, DeviceCaps(148, "sm_100", True, True, False))
 
 

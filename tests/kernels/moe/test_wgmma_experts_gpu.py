@@ -12,7 +12,7 @@ from phalanx.kernels.moe import moe, plain_experts
 
 from ...devices import needs_hopper, require_gpu
 from ..gpu import poison  # noqa: F401
-from .cases import Sizes, biases, make, near, share_of, shares, strided, summed
+from .cases import Sizes, biases, make, near, share_of, shares, strided, summed, without_gate
 from .reference import fused_experts_reference
 
 require_gpu()
@@ -58,6 +58,15 @@ def test_both_tiles(blocks_end, sizes, dtype, bound):
     """Empty experts, one token, all tokens to one choice."""
     for tokens, spread in ((1, "any"), (9, "few"), (256, "any"), (700, "one"), (2000, "any"), (1500, "few")):
         check(make(sizes._replace(tokens=tokens, spread=spread), dtype, "cuda"), bound)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("sizes", [ODD, Sizes(1, 3, 7, 328, 200), Sizes(1, 6, 12, 2688, 1856)])
+def test_without_a_gate(blocks_end, sizes, dtype, bound):
+    for tokens, spread in ((1, "any"), (300, "few"), (700, "any")):
+        given = without_gate(make(sizes._replace(tokens=tokens, spread=spread), dtype, "cuda"))
+        for one in (given, given._replace(act="silu"), given._replace(biases=biases(given))):
+            check(one, bound * 2)
 
 
 @pytest.mark.parametrize("act", ["gelu_tanh", CLAMPED_SWIGLU])
