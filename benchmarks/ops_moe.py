@@ -22,7 +22,7 @@ from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.moe import moe, plain_experts, quantized_experts
+from phalanx.kernels.moe import expert_mlp, moe, plain_experts, quantized_experts
 from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import Inputs
 from phalanx.kernels.moe.plain_experts import TileConfig
@@ -43,6 +43,12 @@ class Shape(NamedTuple):
     top_k: int
     hidden: int
     inner: int
+    gated: bool = True
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of an expert, each with as many weights."""
+        return 3 if self.gated else 2
 
 
 SHAPES = {
@@ -52,6 +58,8 @@ SHAPES = {
     "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
     "qwen3-235b-a22b-tp4": Shape(128, 8, 4096, 384),
     "gpt-oss-20b": Shape(32, 4, 2880, 2880),
+    "nemotron-3-nano": Shape(128, 6, 2688, 1856, gated=False),
+    "nemotron-3-nano-tp2": Shape(128, 6, 2688, 928, gated=False),
 }
 
 
@@ -59,31 +67,34 @@ class Layers:
     """Copies of a layer's weights, and what they are called with."""
 
     def __init__(self, shape: Shape, formats: Sequence[str] = ()):
-        self.shape = experts, _, hidden, inner = shape
-        size = experts * 3 * hidden * inner * 2
+        self.shape = shape
+        experts, _, hidden, inner, gated = shape
+        size = experts * shape.matrices * hidden * inner * 2
         count = max(2, min(4, int(MAX_BYTES / size)))
         self.routers = [randn(experts, hidden) * hidden**-0.5 for _ in range(count)]
-        self.w13 = [randn(experts, 2 * inner, hidden).mul_(hidden**-0.5) for _ in range(count)]
+        self.w13 = [randn(experts, inner * (2 if gated else 1), hidden).mul_(hidden**-0.5) for _ in range(count)]
         self.w2 = [randn(experts, hidden, inner).mul_(inner**-0.5) for _ in range(count)]
         copies = list(zip(self.w13, self.w2, strict=True))[:2]
         self.quantized = {name: [(quantize(a, name), quantize(b, name)) for a, b in copies] for name in formats}
 
     def calls(self, rows: int) -> list[Inputs]:
-        experts, k, hidden, _ = self.shape
-        found = []
+        experts, k, hidden, _, gated = self.shape
+        act, found = "silu" if gated else "relu2", []
         for i in range(CHOICES if rows < 1024 else 4):
             ids = torch.rand(rows, experts, device="cuda").topk(k, -1).indices.int()
             weights = torch.rand(rows, k, device="cuda").softmax(-1)
             copy = i % len(self.w2)
-            found.append(Inputs(randn(rows, hidden), ids, weights, self.w13[copy], self.w2[copy]))
+            found.append(Inputs(randn(rows, hidden), ids, weights, self.w13[copy], self.w2[copy], act, gated=gated))
         return found
 
     def limits(self, calls: list[Inputs]) -> tuple[float, float]:
         """Bytes and floating-point operations of a call."""
-        _, k, hidden, inner = self.shape
+        _, k, hidden, inner, _ = self.shape
+        matrices = self.shape.matrices
         touched = sum(len(one.ids.unique()) for one in calls) / len(calls)
         rows = len(calls[0].x)
-        return touched * 3 * hidden * inner * 2 + 2 * rows * hidden * 2, 2.0 * rows * k * 3 * hidden * inner
+        bytes_ = touched * matrices * hidden * inner * 2 + 2 * rows * hidden * 2
+        return bytes_, 2.0 * rows * k * matrices * hidden * inner
 
 
 def quantize(weights: Tensor, name: str) -> Stack:
@@ -162,7 +173,7 @@ def by_plain_kernels(given: Inputs) -> Tensor:
 
 
 def router(table: Table, layers: Layers, rows: int) -> None:
-    experts, k, hidden, _ = layers.shape
+    experts, k, hidden, *_ = layers.shape
     x, params = randn(rows, hidden), RouterParams(k)
     table.add(
         f"router {rows}x{hidden} to {k} of {experts}", (experts + rows) * hidden * 2,
@@ -179,15 +190,19 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
         versions["gemv"] = [partial(plain_experts.gemv, one) for one in calls]
     versions |= {f"tiles of {tiles.up.rows}": [partial(plain_experts.by_triton, one, tiles) for one in calls]
                  for tiles in plain_experts.TILINGS.values()}  # fmt: skip
+    average = rows * layers.shape.top_k / layers.shape.experts
+    for height, chunk in itertools.product(expert_mlp.TILES.values(), (64, 128)):
+        if average < 16 * height and expert_mlp.supports(calls[0].x, calls[0].w13, calls[0].w2):
+            name = f"one launch, {8 * height} rows, chunks of {chunk}"
+            versions[name] = [partial(expert_mlp.experts, one, height, chunk) for one in calls]
     if plain_experts.wgmma_takes(calls[0], device_caps(torch.device("cuda"))):
         tiles = sorted(set(plain_experts.WGMMA_ROWS.values()))
         versions |= {
             f"wgmma, tiles of {tile}": [partial(plain_experts.by_wgmma, one, tile) for one in calls] for tile in tiles
         }
     for name, stacks in layers.quantized.items():
-        routed = [Inputs(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
+        routed = [one._replace(w13=w13, w2=w2) for one, (w13, w2) in zip(calls, itertools.cycle(stacks), strict=False)]
         versions[name] = [partial(moe.expert_terms, one) for one in routed]
-        average = rows * layers.shape.top_k / layers.shape.experts
         many = average > 64
         if many:
             versions[f"{name}, dequantised"] = [partial(by_plain_kernels, one) for one in routed]
@@ -196,7 +211,7 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
             fits = average / 2 <= kernels.rows <= 8 * average if "wgmma" in title else not many or kernels.rows == 64
             if fits:
                 versions[f"{name}, {title}"] = [partial(quantized_experts.experts, one, kernels) for one in routed]
-    _, k, hidden, inner = layers.shape
+    _, k, hidden, inner, _ = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)
 
 
