@@ -33,20 +33,29 @@ struct Running : Fiber {
     std::vector<std::shared_ptr<int>> groups;  // those of older groups
     std::vector<std::vector<std::function<void()>>> gemms;  // groups under way; the last one may still grow
 };
+struct Block {
+    Dim index;
+    unsigned char memory[SMEM];  // its shared memory while another block of its cluster runs
+    Running fibers[MOST];
+    Warp warps[MOST / 32];
+    NamedBarrier named_barriers[16];
+    std::vector<std::function<void()>> copies;  // under way
+    int left;                                   // threads that have not ended
+    int slow;                                   // this warp goes on only when no other can
+};
 Fiber* now;
 Dim block, grid, threads;
 alignas(1024) unsigned char smem[SMEM];
 static ucontext_t scheduler;
-static Running fibers[MOST];
-static Warp warps[MOST / 32];
-static NamedBarrier named_barriers[16];
-static std::vector<std::function<void()>> copies;  // under way
+static std::vector<std::unique_ptr<Block>> cluster;
+static Block* here;  // the block that runs
+static NamedBarrier cluster_barrier;
 static std::mt19937 draw;
 static const char *readable_from, *readable_to, *x_from, *x_to;
 static void** arguments;
 static const char* failed;  // why, if so
 static std::vector<Write> writes;
-static bool waited;  // this block has
+static bool waited;  // this cluster has
 
 static Running& running() { return *static_cast<Running*>(now); }
 
@@ -62,7 +71,7 @@ void wait_until(std::function<bool()> ready) {
 }
 
 unsigned (*together(const unsigned* mine, int n))[8] {
-    Warp& warp = warps[now->thread.x / 32];
+    Warp& warp = here->warps[now->thread.x / 32];
     const int generation = warp.generation;
     auto slots = warp.slots[generation & 1];
     memcpy(slots[lane()], mine, n * 4);
@@ -70,11 +79,17 @@ unsigned (*together(const unsigned* mine, int n))[8] {
     wait_until([&warp, generation] { return warp.generation != generation; });
     return slots;
 }
-void meet(int number, int count, bool waits) {
-    NamedBarrier& barrier = named_barriers[number];
+static void meet(NamedBarrier& barrier, int count, bool waits) {
     const int generation = barrier.generation;
     if (++barrier.arrived == count) barrier.arrived = 0, barrier.generation++;
     if (waits) wait_until([&barrier, generation] { return barrier.generation != generation; });
+}
+void meet(int number, int count, bool waits) { meet(here->named_barriers[number], count, waits); }
+const unsigned char* at(unsigned address, int bytes, int rank) {
+    const unsigned char* mine = at(address, bytes);
+    const Block& other = *cluster[rank];
+    if (!other.left) fail("the shared memory of a block that has ended is read");
+    return &other == here ? mine : other.memory + address;
 }
 const char* readable(const void* from, int bytes) {
     const char* p = (const char*)from;
@@ -90,7 +105,7 @@ static void settle(Barrier* barrier) {
 static void copy(unsigned to, int bytes, std::function<void()> land, Barrier* barrier) {
     at(to + bytes - 16, 16);
     memset(at(to, 16), 0xff, bytes);
-    copies.push_back([=] {
+    here->copies.push_back([=] {
         land();
         barrier->bytes -= bytes;
         settle(barrier);
@@ -117,17 +132,21 @@ static void entry() {
     swapcontext(&running().context, &scheduler);
 }
 
-static void run_block() {
-    alignas(64) static char stacks[MOST * STACK];  // of each library: takes memory where threads have run alone
+static void switch_to(Block& next) {
+    if (here) memcpy(here->memory, smem, SMEM);
+    memcpy(smem, next.memory, SMEM);
+    here = &next, block = next.index;
+}
+
+static void begin(Block& one, Dim index, char* stacks) {
     const int count = threads.x;
-    copies.clear();
-    waited = false;
-    for (const Write& one : writes) memcpy(one.to, one.before.data(), one.before.size());
-    memset(smem, 0xff, SMEM);
-    memset(warps, 0, sizeof warps);
-    memset(named_barriers, 0, sizeof named_barriers);
+    one.index = index, one.left = count, one.slow = 0;
+    one.copies.clear();
+    memset(one.memory, 0xff, SMEM);
+    memset(one.warps, 0, sizeof one.warps);
+    memset(one.named_barriers, 0, sizeof one.named_barriers);
     for (int i = 0; i < count; i++) {
-        Running& fiber = fibers[i];
+        Running& fiber = one.fibers[i];
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = stacks + (size_t)i * STACK;
         fiber.context.uc_stack.ss_size = STACK;
@@ -136,36 +155,62 @@ static void run_block() {
         fiber.groups.clear(), fiber.ready = [] { return true; };
         makecontext(&fiber.context, entry, 0);
     }
-    const int all = count / 32;
-    for (int left = count, pass = 0, slow = 0; left; pass++) {
-        if (pass % 50 == 0) slow = draw() % all;  // this warp goes on only when no other can
-        bool moved = false;
-        auto go = [&](int w) {
-            for (int i = w * 32; i < w * 32 + 32; i++) {
-                if (fibers[i].done || !fibers[i].ready()) continue;
-                now = fibers + i, moved = true;
-                swapcontext(&scheduler, &fibers[i].context);
-                if (failed) return;
-                left -= fibers[i].done;
-            }
-        };
-        const int begin = draw() % all;
-        for (int w = 0; w < all; w++)
-            if ((begin + w) % all != slow) go((begin + w) % all);
-        if (!copies.empty() && (!moved || draw() % 4 == 0)) {
-            const size_t i = draw() % copies.size();
-            const auto land = copies[i];
-            copies.erase(copies.begin() + i);
-            land();
-            moved = true;
+}
+
+// Lets all threads of the block that can go on do so, but for a slow warp. Returns whether any has, or a copy came.
+static bool pass() {
+    bool moved = false;
+    auto go = [&](int w) {
+        for (int i = w * 32; i < w * 32 + 32; i++) {
+            Running& fiber = here->fibers[i];
+            if (fiber.done || !fiber.ready()) continue;
+            now = &fiber, moved = true;
+            swapcontext(&scheduler, &fiber.context);
+            if (failed) return;
+            here->left -= fiber.done;
         }
-        if (!moved) go(slow);
-        if (!moved) failed = "all threads wait for each other";
-        if (failed) return;
+    };
+    const int all = threads.x / 32, begin = draw() % all;
+    for (int w = 0; w < all; w++)
+        if ((begin + w) % all != here->slow) go((begin + w) % all);
+    auto& copies = here->copies;
+    if (!copies.empty() && (!moved || draw() % 4 == 0)) {
+        const size_t i = draw() % copies.size();
+        const auto land = copies[i];
+        copies.erase(copies.begin() + i);
+        land();
+        moved = true;
     }
-    for (int i = 0; i < count; i++)
-        if (fibers[i].gemms.size() > 1) failed = "the block ended before its gemms came";
-    if (!copies.empty()) failed = "the block ended before a copy came";
+    if (!moved) go(here->slow);
+    return moved;
+}
+
+static void run_cluster(Dim first) {
+    static std::unique_ptr<char[]> stacks;  // takes memory where threads have run
+    static size_t most;
+    const size_t size = cluster.size(), bytes = threads.x * STACK;
+    if (most < size * bytes) most = size * bytes, stacks.reset(new char[most]);
+    waited = false, here = nullptr, cluster_barrier = {};
+    for (const Write& one : writes) memcpy(one.to, one.before.data(), one.before.size());
+    for (int i = 0; i < size; i++) begin(*cluster[i], {first.x + i, first.y, 0}, stacks.get() + i * bytes);
+    switch_to(*cluster[0]);
+    auto left = [] {
+        return std::any_of(cluster.begin(), cluster.end(), [](auto& one) { return one->left > 0; });
+    };
+    for (int passes = 0, still = 0; left(); passes++) {
+        if (passes % 50 == 0) here->slow = draw() % (threads.x / 32);
+        const bool moved = pass();
+        still = moved ? 0 : still + 1;
+        if (still == size) failed = "all threads wait for each other";
+        if (failed) return;
+        if (size > 1 && (!moved || draw() % 16 == 0))
+            switch_to(*cluster[moved ? draw() % size : (here->index.x - first.x + 1) % size]);
+    }
+    for (auto& one : cluster) {
+        for (int i = 0; i < threads.x; i++)
+            if (one->fibers[i].gemms.size() > 1) failed = "the block ended before its gemms came";
+        if (!one->copies.empty()) failed = "the block ended before a copy came";
+    }
 }
 }  // namespace model
 
@@ -175,6 +220,13 @@ void grid_wait() {
     if (waited) return;
     waited = true;
     for (const auto& one : writes) memcpy(one.to, one.after.data(), one.after.size());
+}
+int cluster_rank() { return block.x % (int)cluster.size(); }
+void cluster_sync() { meet(cluster_barrier, threads.x * cluster.size(), true); }
+float4 load_from_block(unsigned from, int rank) {
+    float4 y;
+    memcpy(&y, at(from, 16, rank), 16);
+    return y;
 }
 void wait_for_count(const int* count, int least) { wait_until([=] { return *count >= least; }); }
 void mbarrier_arrive(Barrier* barrier) {
@@ -231,7 +283,7 @@ void copy_async16(unsigned to, const void* from, bool there) {
     ++*left;
     const bool read = there && draw() % 2;  // now, or when it lands: memory may change in between
     const uint4 early = read ? *(const uint4*)from : uint4{};
-    copies.push_back([=] {
+    here->copies.push_back([=] {
         if (there && !read)
             memcpy(smem + to, from, 16);
         else
@@ -246,12 +298,12 @@ void arrive_when_copied(Barrier* barrier) {
         Barrier* barrier;
         void operator()() const {
             if (*left)
-                copies.push_back(*this);
+                here->copies.push_back(*this);
             else
                 mbarrier_arrive(barrier);
         }
     };
-    copies.push_back(Arrival{left, barrier});
+    here->copies.push_back(Arrival{left, barrier});
 }
 void commit_copies() {
     running().groups.push_back(running().copying);
@@ -265,17 +317,18 @@ EXPORTED void write(char* to, const char* before, const char* after, int bytes) 
     writes.push_back({to, {before, before + bytes}, {after, after + bytes}});
 }
 EXPORTED const char* launch(const char* from, const char* to, int gx, int gy, int count, int seed, void** args,
-                            const char* of_x_from, const char* of_x_to, int any_order) {
+                            const char* of_x_from, const char* of_x_to, int any_order, int size) {
     readable_from = from, readable_to = to, draw.seed(seed);
     x_from = of_x_from, x_to = of_x_to;
     grid = {gx, gy, 1}, threads = {count, 1, 1};
     arguments = args, failed = nullptr;
-    std::vector<int> blocks(gx * gy);
-    std::iota(blocks.begin(), blocks.end(), 0);
-    if (any_order) std::shuffle(blocks.begin(), blocks.end(), draw);
-    for (int b : blocks) {
-        block = {b % gx, b / gx, 0};
-        run_block();
+    while (cluster.size() < size) cluster.push_back(std::make_unique<Block>());
+    cluster.resize(size);
+    std::vector<int> clusters(gx / size * gy);
+    std::iota(clusters.begin(), clusters.end(), 0);
+    if (any_order) std::shuffle(clusters.begin(), clusters.end(), draw);
+    for (int i : clusters) {
+        run_cluster({i % (gx / size) * size, i / (gx / size), 0});
         if (failed) break;
     }
     waited = false, grid_wait(), writes.clear();

@@ -4,7 +4,7 @@
 // the same for all kernels: it is compiled once, where a header's templates would be for each. Warps run in random order.
 // A copy poisons its target and lands some time later: what is read or written too early shows. So does what the kernel
 // before writes, if it is told: it is there once a block waits for that. Asynchronous GEMMs of tiles take place when they
-// are waited for. Clusters are of one block. All fibers waiting with no copy under way is a deadlock. Memory that may be
+// are waited for. Blocks of a cluster take turns, each with its own dynamic shared memory. All fibers waiting with no copy under way is a deadlock. Memory that may be
 // read is told, the rest is an error.
 
 #include <cmath>
@@ -62,6 +62,7 @@ static unsigned char* at(unsigned address, int bytes) {
     if (address % bytes || address + bytes > SMEM) fail("an access to shared memory is not aligned, or past its end");
     return smem + address;
 }
+const unsigned char* at(unsigned address, int bytes, int rank);  // of a block of the cluster, to be read
 const char* readable(const void* from, int bytes);
 }  // namespace model
 
@@ -180,18 +181,25 @@ template <class E> static E __shfl_up_sync(unsigned, E x, int step) {
     return __shfl_sync(0, x, model::lane() < step ? model::lane() : model::lane() - step);
 }
 static unsigned __match_any_sync(unsigned, int x) {
+    const unsigned mine = x;
+    auto all = model::together(&mine, 1);
     unsigned same = 0;
-    for (int lane = 0; lane < 32; lane++) same |= (unsigned)(__shfl_sync(0, x, lane) == x) << lane;
+    for (int lane = 0; lane < 32; lane++) same |= (unsigned)(all[lane][0] == mine) << lane;
     return same;
 }
-static bool __any_sync(unsigned, bool x) {
-    bool any = false;
-    for (int lane = 0; lane < 32; lane++) any |= __shfl_sync(0, (int)x, lane);
-    return any;
+static unsigned __ballot_sync(unsigned, bool x) {
+    const unsigned mine = x;
+    auto all = model::together(&mine, 1);
+    unsigned set = 0;
+    for (int lane = 0; lane < 32; lane++) set |= all[lane][0] << lane;
+    return set;
 }
+static bool __any_sync(unsigned, bool x) { return __ballot_sync(0, x); }
 static int __reduce_add_sync(unsigned, int x) {
+    const unsigned mine = x;
+    auto all = model::together(&mine, 1);
     int sum = 0;
-    for (int lane = 0; lane < 32; lane++) sum += __shfl_sync(0, x, lane);
+    for (int lane = 0; lane < 32; lane++) sum += all[lane][0];
     return sum;
 }
 static float warp_sum(float x) {
@@ -199,6 +207,7 @@ static float warp_sum(float x) {
     return x;
 }
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
+static int __ffs(unsigned x) { return __builtin_ffs(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class E> static E __ldcg(const E* x) { return *x; }
 static void prefetch_line(const void*) {}

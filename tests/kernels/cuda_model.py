@@ -112,11 +112,13 @@ def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 def launch(
     library: ctypes.CDLL, grid: tuple[int, int, int], threads: int, args: tuple, weights: torch.Tensor, seed: int = 0,
     x: torch.Tensor | None = None, writes: Sequence[tuple[torch.Tensor, torch.Tensor]] = (), any_order: bool = False,
+    cluster: int = 1,
 ) -> None:  # fmt: skip
     """weights: what may be streamed, and copied in bulk; x: what may be copied in bulk, too. What a thread does that a
     GPU would not bear is an error.
 
     writes: contiguous tensors that the kernel before writes, each with what it holds before that. any_order: of blocks.
+    cluster: blocks of one, along the grid's x, whose kernel has no shared memory but dynamic.
     """
     values = [_c_value(one) for one in args]
     pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(one) for one in values])
@@ -127,7 +129,7 @@ def launch(
         library.write(to, there, to, after.nbytes)
     library.launch.restype = ctypes.c_char_p
     ends = [ctypes.c_void_p(one) for one in (begin, end, *of_x)]
-    failed = library.launch(*ends[:2], grid[0], grid[1], threads, seed, pointers, *ends[2:], any_order)
+    failed = library.launch(*ends[:2], grid[0], grid[1], threads, seed, pointers, *ends[2:], any_order, cluster)
     assert not failed, failed.decode()
 
 

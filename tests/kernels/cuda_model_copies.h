@@ -16,15 +16,14 @@ static void wait_for_copies() {
     wait_for_groups<0>();
 }
 
-// Functions that clusters of one block need.
-static int cluster_rank() { return 0; }
-static void cluster_sync() { model::fail("the model has no clusters"); }
-static void mbarrier_arrive_at_if(bool, Barrier*, int) { model::fail("the model has no clusters"); }
-static void tma_load_multicast(unsigned, const TensorMap*, int, int, Barrier*, int = 3) { model::fail("the model has no clusters"); }
-static void bulk_load_multicast(unsigned, const void*, int, Barrier*, int) {
-    model::fail("the model has no clusters");
+// Blocks of a cluster. They have their own dynamic shared memory and, in the model, other shared variables in common.
+int cluster_rank();
+void cluster_sync();
+float4 load_from_block(unsigned from, int rank);
+static void mbarrier_arrive_at_if(bool, Barrier*, int) { model::fail("the model's clusters share no barriers"); }
+static void tma_load_multicast(unsigned, const TensorMap*, int, int, Barrier*, int = 3) {
+    model::fail("the model's clusters share no copies");
 }
-static float4 load_from_block(unsigned, int) {
-    model::fail("the model has no clusters");
-    return {};
+static void bulk_load_multicast(unsigned, const void*, int, Barrier*, int) {
+    model::fail("the model's clusters share no copies");
 }
