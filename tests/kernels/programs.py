@@ -9,7 +9,7 @@ from phalanx.kernels.activation.activation import (
     clamped,
     clamped_swiglu,
 )
-from phalanx.kernels.attention import decode, mla_decode, prefill
+from phalanx.kernels.attention import decode, mla_decode, prefill, topk_select
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.gemm import pipelined_gemm
 from phalanx.kernels.gemm.pipelined_gemm import TileConfig
@@ -297,7 +297,8 @@ PROGRAMS = [
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 48, COPIED._replace(panels=8, per_sm=1), True))),
     ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, BY_TMA, True))),
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 48, BY_TMA, True))),
-    ("topk_select", dict(T=torch.float32, THREADS=1024)),
+    ("topk_select", dict(T=torch.float32, **topk_select.sizes(1))),
+    ("topk_select", dict(T=torch.float32, **topk_select.sizes(8))),
     ("decode_inputs", dict(T=torch.int64, QUERY=1)),
     ("decode_inputs", dict(T=torch.int64, QUERY=4)),
     ("router", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),

@@ -1,8 +1,11 @@
 """The lightning indexer on a GPU, by kernels that Triton has compiled, against the torch references."""
 
+from functools import partial
+
 import pytest
 import torch
 from phalanx.kernels.attention.topk_select import topk_select
+from phalanx.kernels.device import device_caps
 
 from ...devices import require_gpu
 from . import indexing
@@ -37,8 +40,26 @@ def test_choice(sizes, dtype, fp8):
         indexing.check_choice(sizes, step, dtype, fp8, "cuda")
 
 
-def test_topk():
-    indexing.check_topk(topk_select, "cuda")
+@pytest.mark.parametrize("blocks", [1, 2, 4, 8])
+def test_topk(blocks):
+    if blocks > 1 and not device_caps(torch.device("cuda", 0)).has_pdl:
+        pytest.skip("clusters of blocks are from sm_90 on")
+    indexing.check_topk(partial(topk_select, blocks=blocks), "cuda")
+
+
+def test_topk_of_long_sequences():
+    """More scores than blocks keep in shared memory, and sequences of all lengths."""
+    scores, tables = torch.randn(6, 200_000, device="cuda"), torch.randperm(12_500, dtype=torch.int32, device="cuda")
+    seen = torch.tensor([200_000, 70_000, 2049, 2048, 3, 199_999], dtype=torch.int32, device="cuda")
+    tables, want = tables.expand(6, -1), None
+    for blocks in (1, 8):
+        slots = torch.full((6, 2048), -1, dtype=torch.int32, device="cuda")
+        found = slots, torch.empty(6, dtype=torch.int32, device="cuda")
+        topk_select(scores, tables, seen, *found, 1, 16, blocks)
+        if want is None:
+            want = torch.full((6, 2048), -1, dtype=torch.int32), torch.empty(6, dtype=torch.int32)
+            indexing.topk_reference(scores.cpu(), tables.cpu(), seen.cpu(), *want, 1, 16)
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
