@@ -15,7 +15,15 @@ from functools import partial
 import torch
 from phalanx.benchmarks.ops_table import Table, copies, make_rows, randn
 from phalanx.benchmarks.timing import Call
-from phalanx.kernels.attention import indexer, mla, mla_decode, mla_store_triton, mla_triton
+from phalanx.kernels.attention import (
+    indexer,
+    indexer_triton,
+    mla,
+    mla_decode,
+    mla_store_triton,
+    mla_triton,
+    topk_select,
+)
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.attention.backend import Selection
 from phalanx.kernels.rope import fp8_cache
@@ -119,24 +127,51 @@ def store(table: Table, heads: int, tokens: int) -> None:
 
 
 def sparse(table: Table, heads: int, batch: int, length: int) -> None:
-    """A decode step whose tokens an indexer chooses, next to dense attention: all of either, and the choice alone."""
+    """A decode step whose tokens an indexer chooses, next to dense attention: all of either, and their parts."""
     rows, blocks = make_rows([1] * batch, [length] * batch)
     caches = [randn(blocks, 16, WIDTH) for _ in range(2)]
-    keys, index = randn(blocks, 16, INDEX_DIM), randn(batch, INDEX_HEADS, INDEX_DIM)
+    keys = [randn(blocks, 16, INDEX_DIM) for _ in range(copies(batch * length * INDEX_DIM * 2))]
+    index = randn(batch, INDEX_HEADS, INDEX_DIM)
     q, up, weights = randn(batch, heads, NOPE + ROPE), randn(heads, NOPE + VALUE, LATENT), randn(batch, INDEX_HEADS)
 
-    def choose() -> Selection:
+    def choose(keys: Tensor) -> Selection:
         found = indexer.select(index, weights, keys, rows, TOPK, ROPE)
         assert found is not None
         return found
 
-    selection = choose()
+    def both(cache: Tensor, keys: Tensor) -> Tensor:
+        return mla.sparse_latent_attention(q, cache, up, choose(keys), PARAMS)
+
+    selection, (piece,) = choose(keys[0]), indexer.pieces(rows, 4)
     versions: dict[str, list[Call]] = {
         "dense": [partial(mla.latent_attention, q, c, up, rows, PARAMS) for c in caches],
-        "sparse": [partial(lambda c: mla.sparse_latent_attention(q, c, up, choose(), PARAMS), c) for c in caches],
-        "choice": [partial(choose)],
+        "sparse": [partial(both, caches[i % 2], k) for i, k in enumerate(keys)],
+        "choice": [partial(choose, k) for k in keys],
         "chosen": [partial(mla.sparse_latent_attention, q, c, up, selection, PARAMS) for c in caches],
     }
+    score = partial(indexer_triton.score, index, weights)
+    scores = score(keys[0], piece, ROPE, TOPK)
+    for tile, programs, stages in ((0, 0, 3), (64, 2, 3), (64, 3, 3), (64, 8, 3), (128, 2, 2), (128, 2, 3), (32, 6, 3)):
+        each = max(1, programs * 132 // batch) if programs else 0
+        name = f"scores, tiles of {tile}, {programs} programs, {stages} stages" if tile else "scores"
+        versions[name] = [partial(score, k, piece, ROPE, TOPK, None, tile, each, stages) for k in keys]
+    slots, counts = selection.block_tables, selection.lengths
+    select = partial(topk_select.topk_select, scores, rows.block_tables, rows.lengths, slots, counts, 1, 16)
+    versions["select"] = [select]
+    versions |= {f"select, {n} blocks": [partial(select, blocks=n)] for n in (1, 2, 4, 8)}
+    queries, out = randn(batch, heads, WIDTH), torch.empty(batch, heads, LATENT, device="cuda", dtype=torch.bfloat16)
+    versions["absorb"] = [partial(mla_store_triton.absorb_rotated, q, up, queries)]
+    versions["values"] = [partial(mla_triton.values, out, up, NOPE)]
+    listed = slots, counts, out, PARAMS.scale
+    for most in (8, 16, 32):
+        versions[f"attend, Triton, {most} splits"] = [
+            partial(mla_triton.decode, queries, c, LATENT, *listed, most, table_size=1) for c in caches
+        ]
+    most = mla_decode.choose_kv_splits(batch, TOPK, 264)
+    for fill in (0, 8, 16, 32):
+        versions[f"attend, CUDA, {fill} splits" if fill else "attend, CUDA"] = [
+            partial(mla_decode.decode, queries, c.view(-1, 1, WIDTH), *listed, most, fill) for c in caches
+        ]
     table.add(f"mla sparse {batch} x {length}", batch * 2 * (length * INDEX_DIM + TOPK * WIDTH), versions)
 
 

@@ -51,8 +51,17 @@ def choose(
     scales: Tensor | None = None, tile: int = 0, programs: int = 0,
 ) -> None:  # fmt: skip
     """choose_reference of indexer.py."""
-    (tokens, heads, dim), topk = q.shape, slots.shape[1]
-    assert q.stride()[1:] == (dim, 1) and weights.stride(1) == 1 and cache.is_contiguous() and slots.is_contiguous()
+    scores = score(q, weights, cache, piece, rotated, slots.shape[1], scales, tile, programs)
+    topk_select.topk_select(scores, piece.tables, piece.seen, slots, counts, piece.query_len, cache.shape[1])
+
+
+def score(
+    q: Tensor, weights: Tensor, cache: Tensor, piece: Piece, rotated: int, topk: int, scales: Tensor | None = None,
+    tile: int = 0, programs: int = 0, stages: int = STAGES,
+) -> Tensor:  # fmt: skip
+    """Scores [T, longest] f32 of what each token sees, where that is more than topk; what is behind is undefined."""
+    tokens, heads, dim = q.shape
+    assert q.stride()[1:] == (dim, 1) and weights.stride(1) == 1 and cache.is_contiguous()
     tables, query_len, seen = piece.tables, piece.query_len, piece.seen
     scores = torch.empty(tokens, piece.longest, dtype=torch.float32, device=q.device)
     tile = tile or (32 if q.element_size() == 4 else 64 if query_len == 1 else 128)
@@ -65,9 +74,9 @@ def choose(
         piece.longest, q.stride(0), weights.stride(0), tables.stride(0), heads, dim, rotated,
         max(16, triton.next_power_of_2(heads)), max(16, triton.next_power_of_2(rotated)),
         max(16, triton.next_power_of_2(dim - rotated)), cache.shape[1], tile, together, int(scales is not None),
-        dot_precision(q), num_warps=4, num_stages=STAGES if query_len == 1 else 2,
+        dot_precision(q), num_warps=4, num_stages=stages if query_len == 1 else 2,
     )  # fmt: skip
-    topk_select.topk_select(scores, tables, seen, slots, counts, query_len, cache.shape[1])
+    return scores
 
 
 @triton.jit
