@@ -37,11 +37,13 @@ __device__ inline unsigned ordered(float x) {
 
 __device__ inline void meet() {
 #if __CUDA_ARCH__ >= 900
-    if (BLOCKS > 1)
+    if (BLOCKS > 1) {
+        __syncwarp();  // all of a warp come to a cluster's barrier together
         cluster_sync();
-    else
+        return;
+    }
 #endif
-        __syncthreads();
+    __syncthreads();
 }
 // Four counts of a block of the cluster.
 __device__ inline void load_counts(int (&x)[4], const int* from, int block) {
