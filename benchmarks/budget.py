@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -51,6 +52,16 @@ def budget(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, found in calls.items()
     ]  # fmt: skip
     return sorted(lines, key=lambda line: -line["us"])
+
+
+def idle(events: list[dict[str, Any]]) -> float:
+    """Microseconds before a replayed step in which no kernel runs: the median."""
+    gaps, ended, before = [], 0.0, ""
+    for event in sorted((e for e in events if e["cat"] == "kernel"), key=lambda e: e["ts"]):
+        if STEP in event["name"] and STEP not in before:  # each cache group has such a kernel
+            gaps.append(max(0.0, event["ts"] - ended))
+        ended, before = max(ended, event["ts"] + event["dur"]), event["name"]
+    return statistics.median(gaps[SKIP:])
 
 
 def shares(events: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

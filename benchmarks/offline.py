@@ -10,7 +10,7 @@
 (m) arrivals: B sequences of 128 tokens decode 150, and at every sixth step a prompt comes whose first token is wanted:
     ms of steps with such a prompt and without one, medians, by its length
 (g) decode as in (a), without and with a grammar (a JSON schema) for all sequences: what masks cost; needs llguidance
-(p) on a GPU, in addition: the time of a decode step of (a), kernel by kernel
+(p) on a GPU, in addition: the time of a decode step of (a), kernel by kernel, and how long no kernel runs before it
 (q) the same of the one prompt of (b)
 (t) the same of all of (c), with steps of prompts apart
 
@@ -222,9 +222,11 @@ class Offline:
     def budget(self, batch: int) -> None:
         """The step of part (a) in the middle of its 256 tokens."""
         made = [self.prompt(240) for _ in range(batch)]
-        lines = budget.budget(budget.traced(lambda: self.generate(made, [32] * batch)))
+        new = 32 * (1 + (acceptance.parsed(self.ask.accept)[1] if self.ask.accept else 0))
+        events = budget.traced(lambda: self.generate(made, [new] * batch))
+        lines = budget.budget(events)
         total = sum(line["us"] for line in lines)
-        self.say(what="budget", batch=batch, us=round(total, 1), kernels=lines)
+        self.say(what="budget", batch=batch, us=round(total, 1), idle_us=round(budget.idle(events), 1), kernels=lines)
 
     def prefill_budget(self, length: int) -> None:
         self.generate([self.prompt(length)], [1])

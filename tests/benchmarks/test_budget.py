@@ -25,6 +25,20 @@ def test_shares_add_up():
     assert sum(each(lines, "us")) == 100
 
 
+def test_the_time_before_a_step_without_a_kernel():
+    """Copies do not count, nor do the kernels of further cache groups."""
+    events = []
+    for step in range(8):
+        at = step * 100.0
+        events += [
+            dict(cat="gpu_memcpy", name="Memcpy HtoD", ts=at - 3, dur=2.0),
+            dict(cat="kernel", name="decode_inputs", ts=at, dur=4.0),
+            dict(cat="kernel", name="decode_inputs", ts=at + 3, dur=4.0),
+            dict(cat="kernel", name="gemm", ts=at + 8, dur=92.0 - 10 * step),
+        ]
+    assert budget.idle(events) == 45  # before the steps 4 to 7: 30, 40, 50, 60
+
+
 def test_steps_that_no_graph_replays():
     with pytest.raises(SystemExit, match="needs 6.*replayed.*found 0"):
         budget.budget([dict(name="gemm", ts=0.0, dur=1.0)])
