@@ -60,12 +60,12 @@ def force(runner: ModelRunner) -> None:
     """Have a rank sample as its drafts say."""
     keep = runner._keep
 
-    def forced(rows: Tensor, ids: Tensor, scheduled: ScheduledBatch) -> None:
+    def forced(rows: Tensor, ids: Tensor, scheduled: ScheduledBatch) -> Tensor | None:
         if scheduled.drafts is not None and len(scheduled.drafts):
             (drafts,) = runner._upload.send([scheduled.drafts])
             count, query_len = len(drafts), scheduled.query_len
             sampled = ids[: count * query_len].view(count, query_len)[:, :-1]
             sampled.copy_(torch.where(drafts < 0, sampled, drafts ^ (drafts & 1)))
-        keep(rows, ids, scheduled)
+        return keep(rows, ids, scheduled)
 
     runner._keep = forced  # type: ignore[method-assign]

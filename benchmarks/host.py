@@ -55,7 +55,7 @@ class HostSteps:
         blocks = Blocks(2 * sequences * (LONGEST // BLOCK), BLOCK, prefix_cache)  # nobody is preempted
         self.scheduler = Scheduler(blocks, 2 * sequences, 8192, LONGEST)
         self.state = BatchState(2 * sequences, LONGEST, BLOCK)
-        self.last = torch.zeros(2 * sequences, dtype=torch.int64)
+        self.last = torch.zeros(2 * sequences, 1, dtype=torch.int64)
         self.upload = HostUpload()
         self.decode = DeviceDecodeBatch(self.state, self.last, [], sequences, self.upload)
         self.taken: defaultdict[str, list[float]] = defaultdict(list)

@@ -23,6 +23,7 @@ import msgspec
 
 MAX_DRAFTS = 7  # of a sequence in a step
 NO_DRAFT = -1  # equals no sampled token
+MADE = -2  # a draft that the ranks' model has made, and the ranks have kept
 FRAME = struct.Struct("<I")
 MAX_FRAME = 256 << 20
 
@@ -313,9 +314,10 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
     state_loads: bytes = b""  # u32: a state snapshot and the row that it is copied to, in turn, before the step
     state_saves: bytes = b""  # u32: a row and the snapshot that its states are copied to, in turn, after the step
     query_len: int = 1  # tokens of a row with drafts
-    drafts: bytes = b""  # i32: query_len - 1 of each of the first rows, filled up with NO_DRAFT
+    drafts: bytes = b""  # i32: query_len - 1 of each of the first rows, filled up with NO_DRAFT; or MADE
     rejected: bytes = b""  # u16: a row, and how many of the newest tokens that ranks count it has not, in turn
     wanted: int = 0  # drafts that the ranks' model makes of each row that samples
+    keeps: bool = False  # the ranks keep these: the output has none and does not wait for them
     follows: bool = False  # that model reads the step's tokens though none are wanted; else it never sees them
     # Parts of the work on images that each rank of the first stage does before the step; empty: none does any.
     tower: list[int] = []
@@ -335,7 +337,8 @@ ToRanks = Plan | Masks | Pixels
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens that a step has sampled: a list for each row that samples, in the plan's order.
+    """The tokens that a step has sampled: a list for each row that samples, in the plan's order. Of a row with drafts
+    these are the tokens up to the first that was drafted otherwise.
 
     The step has computed keys and values of all of a row's tokens but the last.
     """
@@ -346,7 +349,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by the same index, of prompts that the step has completed
     counts: bytes = b""  # u8: tokens of each row, at least one; empty: one each
     failed: list[int] = []  # rows, by their index among those that sample, for which memory ran out; ignore their ids
-    drafts: bytes = b""  # u32: as many as the plan wants of each row that samples
+    drafts: bytes = b""  # u32: as many as the plan wants of each row that samples, unless the ranks keep them
 
     def tokens(self) -> list[list[int]]:
         """The tokens of each row that samples."""

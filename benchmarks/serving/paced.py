@@ -48,7 +48,7 @@ class Pace:
         self._ended = 0.0
         self._random = np.random.default_rng(0)
 
-    def execute(self, runner: ModelRunner, plan: protocol.Plan) -> DeviceOutput:
+    def execute(self, runner: ModelRunner, plan: protocol.Plan) -> tuple[DeviceOutput, None]:
         self.before = self.before or self.spent()
         began = time.perf_counter()
         self.between.append(began - self._ended)
@@ -57,12 +57,12 @@ class Pace:
         build_batches(runner.state, work, runner._last, runner.caches, runner._upload)
         count = int(work.samples.sum())
         ids = torch.from_numpy(self._random.integers(300, 4000, count))
-        runner._last[torch.from_numpy(work.sampled_rows)] = ids
+        runner._last[torch.from_numpy(work.sampled_rows), 0] = ids
         self.tokens += count
         prompt = int(work.counts.sum()) - work.num_decodes
         time.sleep(max(0.0, began + self.seconds + prompt / self.prefill - time.perf_counter()))
         self._ended = time.perf_counter()
-        return DeviceOutput(ids) if count else DeviceOutput()
+        return DeviceOutput(ids) if count else DeviceOutput(), None
 
 
 def seconds(server: psutil.Process) -> dict[str, float]:

@@ -42,10 +42,11 @@ def decode_inputs(
     """Fill the inputs of the first `size` sequences.
 
     sent: [1 + num_columns * n + new blocks or more] int32. table: [rows, width] int32, the rows' block tables, to which
-    the new blocks are added. last: [rows] int64, each row's newest token. GPUs only; it may be captured in a graph.
+    the new blocks are added. last: [rows, 1 + drafts] int64, each row's newest token and the drafts made behind it.
+    GPUs only; it may be captured in a graph.
     """
     kernel = jit.kernel("decode_inputs", "decode_inputs", torch.int64, QUERY=query_len)
-    kernel((size, 1, 1), THREADS, sent, table, last, *inputs, table.stride(0), block_size)
+    kernel((size, 1, 1), THREADS, sent, table, last, *inputs, table.stride(0), last.stride(0), block_size)
     jit.written(table.device, inputs.lengths, inputs.tables)
 
 
@@ -59,7 +60,8 @@ def decode_inputs_reference(
         inputs.tables[b, :blocks] = table[row, :blocks]
         tokens, at = slice(b * query_len, (b + 1) * query_len), torch.arange(position, position + query_len)
         at = at.to(table.device)
-        inputs.ids[tokens] = torch.tensor([last[row].item() if given < 0 else given, *rest]).to(table.device)
+        ids = [last[row, -1 - one].item() if one < 0 else one for one in (given, *rest)]
+        inputs.ids[tokens] = torch.tensor(ids).to(table.device)
         inputs.positions[tokens] = at + shift
         inputs.slots[tokens] = table[row, at // block_size].long() * block_size + at % block_size
         inputs.rows[b], inputs.lengths[b] = row, position + query_len

@@ -101,7 +101,7 @@ class Replica:
         result.wait(None)
         output = result.output()
         if done.constrained:
-            accept(done.accepted(done.tokens(output), output.failed))
+            accept(done.accepted(output.tokens(), output.failed))
         deltas = self.scheduler.update(done, output)
         self._send_masks()
         return deltas

@@ -128,6 +128,7 @@ class Scheduler:
             return False
         step.query_len, step.proposed = self.speculation.choose(group)
         step.wanted, step.follows = self.speculation.model_drafts, self.speculation.model_follows
+        step.keeps = step.wanted > 0 and self.stages == 1  # else only the last stage has them
         if step.query_len > 1 and not self._fits(group, step.query_len):
             step.query_len = 1
         if step.query_len == 1:
@@ -388,11 +389,13 @@ class Scheduler:
         """Add a step's sampled tokens, a list for each of done.sampled, and finish sequences that have ended."""
         deltas, added, drafted, accepted = list[protocol.Delta](), 0, 0, 0
         logprobs, next_index, verified = output.logprobs, 0, len(done.drafts)
-        drafts = protocol.unpack_u32(output.drafts)
+        wanted, drafts = done.plan.wanted, protocol.unpack_u32(output.drafts).tolist()
+        if done.plan.keeps:
+            drafts = [protocol.MADE] * (wanted * len(done.sampled))
         self._unread -= 1
         self._speculative -= done.speculative
-        for i, (sequence, tokens) in enumerate(zip(done.sampled, done.tokens(output), strict=True)):
-            index, next_index = next_index, next_index + (done.query_len if i < verified else len(tokens))
+        for i, (sequence, tokens) in enumerate(zip(done.sampled, output.tokens(), strict=True)):
+            index, next_index = next_index, next_index + len(tokens)
             if i == verified:
                 drafted = accepted = 0
             # Ended or aborted after this step was planned, or without a mask: the tokens are dropped.
@@ -436,7 +439,7 @@ class Scheduler:
                 self._finish(sequence)
             elif drafts:
                 assert self.speculation is not None
-                self.speculation.made(sequence, drafts[i * done.plan.wanted : (i + 1) * done.plan.wanted].tolist())
+                self.speculation.made(sequence, drafts[i * wanted : (i + 1) * wanted])
         if self.speculation is not None:
             now = time.monotonic()
             if self._ended_at and done.timed:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from ..protocol import MAX_DRAFTS
+from ..protocol import MADE, MAX_DRAFTS
 from .grammar import Grammar
 from .ngram import Answers, Ngrams
 from .sequence import Sequence
@@ -400,10 +400,11 @@ class Speculation:
             self.counts.setdefault(drafter.source, Counts()).add(drafted, accepted)
 
     def made(self, sequence: Sequence, drafts: list[int]) -> None:
-        """The ranks have drafted what follows a sequence's tokens."""
+        """The ranks have drafted what follows a sequence's tokens. MADE stands for drafts that they keep."""
         drafter = self._drafters.get(sequence.id) or self._new(sequence)
         for i, (drafted, token) in enumerate(zip(drafter.made, sequence.tokens[drafter.made_behind :], strict=False)):
-            drafter.model_rates.add(i, drafted == token)  # of no use, but seen
+            if drafted != MADE:
+                drafter.model_rates.add(i, drafted == token)  # of no use, but seen
             if drafted != token:
                 break
         drafter.made, drafter.made_behind = drafts, len(sequence.tokens)

@@ -35,16 +35,6 @@ class ScheduledStep:
         decodes = not plan.counts and not plan.new and not plan.tower
         return decodes and (self.query_len > 1 or not (plan.wanted or plan.follows))
 
-    def tokens(self, output: protocol.StepOutput) -> list[list[int]]:
-        """The tokens of each sampled sequence: of one with drafts up to the first that was drafted otherwise."""
-        tokens = output.tokens()
-        for i, (sampled, drafts) in enumerate(zip(tokens, self.drafts, strict=False)):
-            kept = 0
-            while kept < len(drafts) and drafts[kept] == sampled[kept]:
-                kept += 1
-            tokens[i] = sampled[: kept + 1]
-        return tokens
-
     @property
     def masks_due(self) -> bool:
         """Whether all tokens are known on which the masks of constrained sequences depend."""
@@ -94,6 +84,7 @@ class PlannedStep:
     query_len: int = 1  # tokens of sequences with drafts
     wanted: int = 0  # as protocol.Plan has it ...
     follows: bool = False  # ... and this
+    keeps: bool = False  # and this, unless a grammar needs the drafts
     proposed: dict[str, list[int]] = field(default_factory=dict)  # drafts by sequences' ids, of those that have some
     verified: list[Sequence] = field(default_factory=list)  # query_len tokens each
     decodes: list[Sequence] = field(default_factory=list)  # one token each, which may be a prompt's last
@@ -141,6 +132,7 @@ class PlannedStep:
             drafts=b"".join(_filled(one, query_len - 1) for one in drafts),
             rejected=rejected,
             wanted=self.wanted,
+            keeps=self.keeps and query_len > 1 and all(one.grammar is None for one in sampled),
             follows=self.follows,
             tower=self.tower,
         )

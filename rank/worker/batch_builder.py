@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..model.batch import Batch, StepArrays, slot_mappings, step_arrays
 from ..model.cache_spec import Caches
+from ..protocol import MADE
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
@@ -28,23 +29,24 @@ def build_batches(
 ) -> tuple[list[Batch], Tensor]:
     """One step's microbatches, one or two, and the rows that are sampled ([S] int64), on the device of `last`.
 
-    last: [max_num_seqs] int64, each row's newest sampled token. The sampler writes it on the device; its id may not
-    have reached the host yet. last_token_only: the last layer computes sampled tokens only. min_tokens: a step is split
-    into two microbatches where each gets at least so many tokens; 0: steps stay whole.
+    last: [max_num_seqs, 1 + drafts] int64, each row's newest sampled token and the drafts made behind it. They are
+    written on the device; their ids may not have reached the host yet. last_token_only: the last layer computes sampled
+    tokens only. min_tokens: a step is split into two microbatches where each gets at least so many tokens; 0: steps
+    stay whole.
     """
     row = np.repeat(scheduled.rows, scheduled.counts)
     ids = given_ids(state, scheduled)
     unknown = ids < 0
-    sampled_only = bool(unknown.all())
+    sampled_only = bool((ids == -1).all())
     arrays = [scheduled.sampled_rows, row if unknown.any() else row[:0], ids[:0] if sampled_only else ids]
     at = microbatch_split(state, scheduled, min_tokens) if min_tokens else 0
     parts = scheduled.cut(at) if at else [scheduled]
     batches = [HostBatch(state, part, last_token_only) for part in parts]
     sampled_rows, row_, ids_, *tensors = upload.send([*arrays, *(array for batch in batches for array in batch.arrays)])
     if sampled_only:
-        ids_ = last[row_]
+        ids_ = last[row_, 0]
     elif unknown.any():
-        ids_ = torch.where(ids_ < 0, last[row_], ids_)
+        ids_ = torch.where(ids_ < 0, last[row_, (-1 - ids_).clamp(min=0)], ids_)
     left = iter(tensors)
     split_ids = ids_.split([batch.tokens for batch in batches])
     return [batch.batch(its_ids, left, caches) for batch, its_ids in zip(batches, split_ids, strict=True)], sampled_rows
@@ -184,7 +186,8 @@ def following_ids(state: BatchState, scheduled: ScheduledBatch) -> np.ndarray:
 
 
 def given_ids(state: BatchState, scheduled: ScheduledBatch) -> np.ndarray:
-    """[T] int64 token ids. -1: the token was sampled, and its id is on the device only."""
+    """[T] int64 token ids. Those that only the device knows are -1, for a row's newest token, -2, for the first draft
+    made behind it, and so on."""
     ids = np.full(int(scheduled.counts.sum()), -1, np.int64)
     starts = np.cumsum(scheduled.counts) - scheduled.counts
     for i in np.flatnonzero(scheduled.starts < state.known[scheduled.rows]).tolist():
@@ -193,5 +196,7 @@ def given_ids(state: BatchState, scheduled: ScheduledBatch) -> np.ndarray:
         ids[starts[i] : starts[i] + len(tokens)] = tokens
     if scheduled.drafts is not None:
         of_rows = ids[: len(scheduled.drafts) * scheduled.query_len].reshape(-1, scheduled.query_len)
-        of_rows[:, 1:] = np.maximum(scheduled.drafts, 0)  # any token where there is no draft
+        made = -2 - np.arange(scheduled.query_len - 1)
+        drafts = np.maximum(scheduled.drafts, 0)  # any token where there is no draft
+        of_rows[:, 1:] = np.where(scheduled.drafts == MADE, made, drafts)
     return ids

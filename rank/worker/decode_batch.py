@@ -18,7 +18,7 @@ class DecodeBatch:
     """The inputs of steps of up to `most` sequences with query_len tokens each."""
 
     def __init__(self, state: BatchState, last: Tensor, caches: Caches, most: int, query_len: int = 1):
-        """last: [max_num_seqs] int64, each row's newest token."""
+        """last: [max_num_seqs, 1 + drafts] int64, each row's newest token and the drafts made behind it."""
         self.state, self.last, self.caches, self.query_len = state, last, caches, query_len
         # Inputs of each cache group; all but the first use slots and block tables alone.
         self.inputs = [empty(most, state.table.shape[1], last.device, query_len) for _ in state.groups]
@@ -43,7 +43,8 @@ class HostDecodeBatch(DecodeBatch):
         ids, positions, slots, rows, lengths, tables = (x.numpy() for x in self.inputs[0])
         n, given, made = len(scheduled.rows), given_ids(self.state, scheduled), batch_arrays(self.state, scheduled)
         tokens = len(given)
-        ids[:tokens] = np.where(given < 0, self.last.numpy()[made.rows.repeat(self.query_len)], given)
+        kept = self.last.numpy()[made.rows.repeat(self.query_len), np.maximum(-1 - given, 0)]
+        ids[:tokens] = np.where(given < 0, kept, given)
         positions[:tokens] = made.positions + self.state.shift[made.rows].repeat(self.query_len)
         slots[:tokens], rows[:n], lengths[:n] = made.slots, made.rows, made.lengths
         tables[:n, : made.block_tables.shape[1]] = made.block_tables

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +62,8 @@ class DeviceOutput(NamedTuple):
     pooled: dict[int, Tensor] = {}  # embeddings [hidden] f32, by index into ids
     scored: dict[int, list[PromptLogprobs]] = {}  # by the same index, on the host already
     failed: list[int] = []  # indices into ids of rows that there was no memory for
-    counts: np.ndarray | None = None  # [R] int64, tokens of each row that samples; None: one each
+    counts: np.ndarray | None = None  # [R] int64, tokens of each row that samples; None: one each ...
+    newest: Tensor | None = None  # ... and [R] int64 index into ids of each row's newest one: the others are rejected
     drafts: Tensor | None = None  # [R, wanted] int64, of what each of these rows will probably sample next
 
 
@@ -80,8 +82,10 @@ class StepFuture:
                 tensors = map(to_host, (logprobs.chosen, logprobs.values, logprobs.ids))
                 logprobs = Logprobs(logprobs.rows, logprobs.counts, *tensors)
             pooled = {i: to_host(vector) for i, vector in pooled.items()}
-            drafts = None if computed.drafts is None else to_host(computed.drafts)
-            computed = computed._replace(ids=to_host(ids), logprobs=logprobs, pooled=pooled, drafts=drafts)
+            newest, drafts = (None if x is None else to_host(x) for x in (computed.newest, computed.drafts))
+            computed = computed._replace(
+                ids=to_host(ids), logprobs=logprobs, pooled=pooled, newest=newest, drafts=drafts
+            )
             self._copied = torch.cuda.Event(blocking=True)
             self._copied.record()
         self._output = computed
@@ -113,11 +117,16 @@ class StepFuture:
         embeddings = {i: vector.numpy().tobytes() for i, vector in self._output.pooled.items()}
         scored = {i: [entry for one in parts for entry in one.listed()] for i, parts in self._output.scored.items()}
         failed, counts = self._output.failed, b""
-        if self._output.counts is not None:  # by rows instead of tokens
-            row_of = np.repeat(np.arange(len(self._output.counts)), self._output.counts).tolist()
-            embeddings = {row_of[i]: one for i, one in embeddings.items()}
-            scored = {row_of[i]: one for i, one in scored.items()}
-            failed, counts = sorted({row_of[i] for i in failed}), bytes(self._output.counts.tolist())
+        if self._output.counts is not None and self._output.newest is not None:
+            sampled, newest = self._output.counts, np.array(self._output.newest.tolist(), np.int64)
+            row_of = np.repeat(np.arange(len(sampled)), sampled)  # embeddings and the like are by rows
+            embeddings = {int(row_of[i]): one for i, one in embeddings.items()}
+            scored = {int(row_of[i]): one for i, one in scored.items()}
+            failed = sorted({int(row_of[i]) for i in failed})
+            standing = np.flatnonzero(np.arange(len(ids)) <= newest[row_of]).tolist()
+            counts = bytes((newest - np.cumsum(sampled) + sampled + 1).tolist())
+            logprobs = {at: logprobs[i] for at, i in enumerate(standing) if i in logprobs}
+            ids = [ids[i] for i in standing]
         drafts = b"" if self._output.drafts is None else protocol.pack_u32(self._output.drafts.flatten().tolist())
         return protocol.StepOutput(protocol.pack_u32(ids), logprobs, embeddings, scored, counts, failed, drafts)
 
@@ -165,7 +174,8 @@ class ModelRunner:
         self.caches = caches[: len(caches) - len(own)]
         self.watch = watch
         self.device = sampler.model_device
-        self._last = torch.zeros(len(state.length), dtype=torch.int64, device=self.device)  # each row's newest token
+        # Each row's newest token, and the drafts that were made behind it.
+        self._last = torch.zeros(len(state.length), limits.query_lens[-1], dtype=torch.int64, device=self.device)
         # First pipeline stage: steps whose ids have not come from the last stage, and the rows of these on the device.
         self._awaited: deque[tuple[ScheduledBatch, Tensor]] = deque()
         self._pooler = Pooler(model)
@@ -229,7 +239,7 @@ class ModelRunner:
                     self._snapshots.load(plan)
                     if plan.tower:
                         self._images.work(plan.tower)
-                    result.set(self._execute(plan))
+                    self._step(plan, result)
                     self._snapshots.save(plan)
                     self._finished(plan.step)
             self._receive_ids(len(self._awaited))
@@ -264,7 +274,7 @@ class ModelRunner:
                     fits = query_len <= longest and size <= len(self.state.length) and graphs.supports(scheduled)
                     if self._slowest(float(not fits)):  # recording may fail, and not on all ranks
                         break
-                    ids = draw.integers(self.model.vocab_size, size=len(self._last))
+                    ids = draw.integers(self.model.vocab_size, size=self._last.shape)
                     self._last.copy_(torch.from_numpy(ids))  # the same on all ranks
                     started = time.perf_counter()
                     hidden, _ = graphs.replay(scheduled)
@@ -371,13 +381,23 @@ class ModelRunner:
             for new in plan.new:
                 self.sampler.enter(new)
 
-    def _execute(self, plan: protocol.Plan) -> DeviceOutput:
+    def _step(self, plan: protocol.Plan, result: StepFuture) -> None:
+        """Execute a plan. Drafts that the ranks keep come after its result: the next step is planned meanwhile."""
+        output, draft = self._execute(plan)
+        if plan.keeps:
+            result.set(output)
+        drafts = draft() if draft is not None else None
+        if not plan.keeps:
+            result.set(output._replace(drafts=drafts))
+
+    def _execute(self, plan: protocol.Plan) -> tuple[DeviceOutput, Callable[[], Tensor | None] | None]:
+        """A step's output without drafts, and what makes these, where the draft model has to run."""
         scheduled = self.state.apply(plan)
         if self.swap is not None:
             self.swap.apply(plan)
         self._enter(plan)
         if not len(scheduled.rows):  # the tower's work alone
-            return DeviceOutput()
+            return DeviceOutput(), None
         self._receive_ids(self._owed(scheduled.rows))
         drafts = self._drafting is not None and (plan.wanted > 0 or plan.follows)
         every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order
@@ -386,19 +406,15 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.supports(scheduled) and not eager:
             replayed, sampled_rows = self._graphs.replay(scheduled)
             output = self._sample(replayed, sampled_rows, scheduled, plan.step, self._graphs.head)
-            if not drafts:
-                return output
-            of = [self._graphs.batch(scheduled)], replayed, sampled_rows, scheduled, output.ids
-            return output._replace(drafts=self._draft(*of, plan.wanted, replayed=True))
+            of = [self._graphs.batch(scheduled)], replayed, sampled_rows, scheduled, output, plan
+            return output, functools.partial(self._draft, *of, replayed=True) if drafts else None
         if self._piecewise is not None and self._piecewise.supports(scheduled) and not eager:
             hidden, batch, sampled_rows = self._piecewise.replay(scheduled)
             output = DeviceOutput()
             if len(sampled_rows):
                 output = self._sample(hidden[batch.sample_at], sampled_rows, scheduled, plan.step)
-            if drafts:
-                made = self._draft([batch], hidden, sampled_rows, scheduled, output.ids, plan.wanted)
-                output = output._replace(drafts=made)
-            return output
+            of = [batch], hidden, sampled_rows, scheduled, output, plan
+            return output, functools.partial(self._draft, *of) if drafts else None
         # A draft model reads all tokens.
         last_token_only = self.mesh.last and not (every or drafts or self.model.aux_layers)
         min_tokens = 0 if eager else self._limits.microbatch_tokens
@@ -417,7 +433,7 @@ class ModelRunner:
             pipe.send(hidden, pipe.rank + 1)
             if self.mesh.first and len(sampled_rows):
                 self._awaited.append((scheduled, sampled_rows))
-            return DeviceOutput()
+            return DeviceOutput(), None
         pooled = self._pooler.pool(hidden, scheduled) if self._samples_here and not self._pooler.empty else {}
         scored = self._scorer.score(hidden, scheduled) if not self._scorer.empty else {}
         output = DeviceOutput()
@@ -425,17 +441,17 @@ class ModelRunner:
             sampled = hidden if last_token_only else hidden[sampled_at(batches)]
             output = self._sample(sampled, sampled_rows, scheduled, plan.step, heads=heads)
             output = output._replace(pooled=pooled, scored=scored)
-        if drafts:
-            made = self._draft(batches, hidden, sampled_rows, scheduled, output.ids, plan.wanted)
-            output = output._replace(drafts=made)
-        return output
+        of = batches, hidden, sampled_rows, scheduled, output, plan
+        return output, functools.partial(self._draft, *of) if drafts else None
 
     def _draft(
         self, batches: list[Batch], hidden: Tensor, sampled_rows: Tensor, scheduled: ScheduledBatch,
-        ids: Tensor | None, wanted: int, replayed: bool = False,
+        output: DeviceOutput, plan: protocol.Plan, replayed: bool = False,
     ) -> Tensor | None:  # fmt: skip
-        """Drafts [R, wanted] of the rows that sample, on every rank of the last stage. ids: [S], what was sampled."""
+        """Drafts [R, plan.wanted] of the rows that sample, on every rank of the last stage; None where none are wanted,
+        or the ranks keep them. output: of the step."""
         assert self._drafting is not None
+        ids = output.ids
         at, following = sampled_at(batches), ids
         if ids is None or len(ids) < sum(len(one.ids) for one in batches):
             (following,) = self._upload.send([following_ids(self.state, scheduled)])
@@ -443,14 +459,17 @@ class ModelRunner:
                 following[at] = ids
         elif not len(at):  # of captured steps, which sample at all tokens
             at = torch.arange(len(ids), device=ids.device)
-        if ids is not None and scheduled.query_len > 1:
-            newest = self._newest(ids, scheduled)
-            at, sampled_rows = at[newest], sampled_rows[newest]
-        lengths = torch.cat([one.positions for one in batches])[at] + 2
+        if output.newest is not None:
+            at, sampled_rows = at[output.newest], sampled_rows[output.newest]
+        rows, lengths = sampled_rows.long(), torch.cat([one.positions for one in batches])[at] + 2
         assert following is not None
-        return self._drafting.step(
-            DraftStep(batches, scheduled, hidden, following, at, sampled_rows.long(), lengths, wanted, replayed)
+        made = self._drafting.step(
+            DraftStep(batches, scheduled, hidden, following, at, rows, lengths, plan.wanted, replayed)
         )
+        if not plan.keeps or made is None:
+            return made
+        self._last[rows, 1 : 1 + plan.wanted] = made
+        return None
 
     @property
     def _samples_here(self) -> bool:
@@ -486,11 +505,11 @@ class ModelRunner:
         if heads is not None:
             chosen = self.model.choose(hidden, ids.to(self.device), self._upload.send([heads])[0])
             ids = tensor.broadcast(chosen, 0).to(ids.device)  # rounding may differ between ranks
-        self._keep(sampled_rows, ids.to(self.device), scheduled)
+        newest = self._keep(sampled_rows, ids.to(self.device), scheduled)
         if not self.mesh.first:
             self.mesh.feedback.isend(ids, 0)
         counts = scheduled.sampled[scheduled.samples] if scheduled.query_len > 1 else None
-        return DeviceOutput(ids, logprobs, failed=failed, counts=counts)
+        return DeviceOutput(ids, logprobs, failed=failed, counts=counts, newest=newest)
 
     def _sample_whole(self, shard: Tensor, scheduled: ScheduledBatch, masks: RowMasks | None) -> Sampled:
         """Sample from the whole vocabulary on one rank and broadcast the ids, as rounding may differ between ranks."""
@@ -516,19 +535,25 @@ class ModelRunner:
             self.mesh.feedback.recv(ids, self.mesh.stages - 1)
             self._keep(rows, ids, scheduled)
 
-    def _keep(self, rows: Tensor, ids: Tensor, scheduled: ScheduledBatch) -> None:
-        """Keep each row's newest token. rows, ids: of all sampled tokens."""
-        if scheduled.query_len > 1:
-            newest = self._newest(ids, scheduled)
-            rows, ids = rows[newest], ids[newest]
-        self._last[rows] = ids
+    def _keep(self, rows: Tensor, ids: Tensor, scheduled: ScheduledBatch) -> Tensor | None:
+        """Keep each row's newest token. rows, ids: of all sampled tokens. Returns the newest ones' indices among these,
+        [R]; None: each row has one."""
+        if scheduled.query_len == 1:
+            self._last[rows, 0] = ids
+            return None
+        newest = self._newest(rows, ids, scheduled)
+        self._last[rows[newest], 0] = ids[newest]
+        return newest
 
-    def _newest(self, ids: Tensor, scheduled: ScheduledBatch) -> Tensor:
+    def _newest(self, rows: Tensor, ids: Tensor, scheduled: ScheduledBatch) -> Tensor:
         """[R] index among the sampled tokens, ids [S], of each row's newest one. A row with drafts has those up to the
         first that differs from the token sampled before it, which takes its place."""
         assert scheduled.drafts is not None and scheduled.newest_sampled is not None
         newest, drafts = self._upload.send([scheduled.newest_sampled, scheduled.drafts])
         count, query_len = len(drafts), scheduled.query_len
+        if (scheduled.drafts == protocol.MADE).any():
+            made = self._last[rows[: count * query_len : query_len], 1:query_len]
+            drafts = torch.where(drafts == protocol.MADE, made, drafts)
         kept = (ids[: count * query_len].view(count, query_len)[:, :-1] == drafts).cumprod(1).sum(1)
         newest[:count] += kept - (query_len - 1)
         return newest

@@ -42,7 +42,7 @@ class PiecewiseGraphs:
     def __init__(
         self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload, tokens: int, peak: int
     ):  # fmt: skip
-        """last: [max_num_seqs] int64, each row's newest token. tokens: the most of a step that may be captured.
+        """last: as build_batches has it. tokens: the most of a step that may be captured.
         peak: bytes that the largest step takes in addition to weights and cache, which graphs have to leave."""
         self.model, self.state, self.last, self.caches, self.upload = model, state, last, caches, upload
         self._peak = peak

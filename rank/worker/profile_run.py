@@ -270,7 +270,7 @@ def _batches(
     state.tokens, state.known[:] = [np.zeros(length, np.int64) for length in lengths], lengths
     zeros = np.zeros(n, np.int64)
     work = ScheduledBatch(np.arange(n), lengths - counts, np.array(counts), np.full(n, samples), zeros, query_len)
-    last = torch.zeros(n, dtype=torch.int64, device=upload.device)
+    last = torch.zeros(n, 1, dtype=torch.int64, device=upload.device)
     of = blocks, block_size, kept or model.dtype, upload.device, n, query_len
     caches = kv_cache.allocate_shared(model.cache_specs(), *of)
     return build_batches(state, work, last, caches, upload, samples, min_tokens)[0]

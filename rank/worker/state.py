@@ -39,8 +39,9 @@ class ScheduledBatch:
     samples: np.ndarray  # [B] bool: they include the row's last token, so the step samples the next
     outputs: np.ndarray  # [B] tokens that the row has sampled before this step
     query_len: int = 1
-    # [D, query_len - 1] int64 of the first rows, behind their newest token; protocol.NO_DRAFT fills them up. None: all
-    # tokens are known, and rows of exactly query_len tokens are those that decode.
+    # [D, query_len - 1] int64 of the first rows, behind their newest token; protocol.NO_DRAFT fills them up, and MADE
+    # stands for those that the ranks have kept. None: all tokens are known, and rows of exactly query_len tokens are
+    # those that decode.
     drafts: np.ndarray | None = None
 
     @property

@@ -51,7 +51,7 @@ class Step:
             parts = [head, *columns, tables.flatten()]
             self.given.append(torch.cat([part.int() for part in parts]).cuda())
         self.sent = self.given[0].clone()
-        self.last = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        self.last = torch.zeros(rows, 1, dtype=torch.int64, device="cuda")
         self.inputs = decode_inputs.empty(rows, WIDTH, torch.device("cuda"))
         self.state_tables = torch.zeros(rows, WIDTH, dtype=torch.int32, device="cuda")
         self.ids, self.positions, self.slots, _, self.lengths, self.tables = self.inputs

@@ -4,6 +4,7 @@ import pytest
 
 from ..devices import require_gpu
 from .speculating import check
+from .test_drafting import check_built_in
 from .test_speculation import MANY, MIXERS, WAYS, made
 
 require_gpu()
@@ -16,3 +17,8 @@ ONE_GPU = ["eager", "preemption", "host memory", *(f"{kind}, one rank" for kind 
 def test_many_requests(made, name):
     model, how = WAYS[name]
     assert check(made(model), requests=MANY, seed=3, device="cuda:0", **how).verified["right"]
+
+
+@pytest.mark.parametrize("kind", ["mtp", "draft"])
+def test_drafts_that_the_ranks_keep(kind):
+    check_built_in(kind, 1, 1, "cuda:0")

@@ -22,10 +22,11 @@ typedef long long T;
 constexpr int QUERY = %d;
 %s
 extern "C" void launch(int grid, const int* sent, int* table, const T* last, T* ids, T* positions, T* slots,
-                       T* rows, int* lengths, int* tables, int table_row, int block_size) {
+                       T* rows, int* lengths, int* tables, int table_row, int last_row, int block_size) {
     for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)
         for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++)
-            decode_inputs(sent, table, last, ids, positions, slots, rows, lengths, tables, table_row, block_size);
+            decode_inputs(sent, table, last, ids, positions, slots, rows, lengths, tables, table_row, last_row,
+                          block_size);
 }
 """
 
@@ -44,7 +45,7 @@ def sent_of(draw: random.Random, query_len: int) -> list[int]:
     given = [draw.choice([-1, 5]) for _ in range(n)]
     fresh = [draw.randrange(1 << 20) for _ in range(sum(counts))]
     shifts = [draw.choice([0, -7]) for _ in range(n)]
-    drafts = [draw.randrange(1000) for _ in range((query_len - 1) * n)]
+    drafts = [draw.choice([-1 - j, draw.randrange(1000)]) for j in range(1, query_len) for _ in range(n)]
     return [n, *draw.sample(range(ROWS), n), *given, *positions, *held, *blocks, *first, *shifts, *drafts, *fresh]
 
 
@@ -52,7 +53,8 @@ def check(launch, device: str = "cpu", query_len: int = 1) -> None:
     """launch: decode_inputs."""
     draw = random.Random(4)
     for _ in range(40):
-        table, last = torch.randint(1 << 20, (ROWS, WIDTH), dtype=torch.int32), torch.arange(ROWS) + 100
+        table = torch.randint(1 << 20, (ROWS, WIDTH), dtype=torch.int32)
+        last = 1000 + torch.arange(ROWS * query_len).view(ROWS, query_len)
         sent = torch.tensor(sent_of(draw, query_len), dtype=torch.int32)
         want, found = (module.empty(MOST, WIDTH, torch.device(where), query_len) for where in ("cpu", device))
         theirs = table.to(device, copy=True)
@@ -67,7 +69,7 @@ def test_one_step():
     """Three rows sent, a captured batch of five: the rest is empty and leaves the tables alone."""
     columns = [(4, 0, 2), (-1, 9, -1), (17, 0, 31), (1, 0, 2), (2, 1, 2), (0, 1, 2), (0, 0, -3)]
     sent = torch.tensor([3, *(x for column in columns for x in column), 6, 7], dtype=torch.int32)
-    table, last = torch.zeros(5, 7, dtype=torch.int32), torch.arange(100, 105)
+    table, last = torch.zeros(5, 7, dtype=torch.int32), torch.arange(100, 105)[:, None]
     table[4, 0], table[2, :2] = 5, torch.tensor([9, 10])
     inputs = module.DecodeInputs(*(x.fill_(-7) for x in module.empty(5, 7, torch.device("cpu"))))
     module.decode_inputs_reference(sent, table, last, inputs, 5, 16)
@@ -80,14 +82,15 @@ def test_one_step():
 
 
 def test_several_tokens_of_a_row():
-    """The second and third token cross into the row's next block; what is beyond the step is empty."""
-    columns = [(3, 1), (-1, 8), (14, 0), (1, 0), (2, 1), (0, 1), (0, 4), (70, 90), (71, 91)]
+    """The second and third token cross into the row's next block; what is beyond the step is empty. One draft was
+    made on the device."""
+    columns = [(3, 1), (-1, 8), (14, 0), (1, 0), (2, 1), (0, 1), (0, 4), (70, -2), (71, 91)]
     sent = torch.tensor([2, *(x for column in columns for x in column), 6, 7], dtype=torch.int32)
-    table, last = torch.zeros(5, 7, dtype=torch.int32), torch.arange(100, 105)
+    table, last = torch.zeros(5, 7, dtype=torch.int32), torch.arange(100, 115).view(5, 3)
     table[3, 0] = 5
     inputs = module.DecodeInputs(*(x.fill_(-7) for x in module.empty(3, 7, torch.device("cpu"), 3)))
     module.decode_inputs_reference(sent, table, last, inputs, 3, 16, 3)
-    assert inputs.ids.tolist() == [103, 70, 71, 8, 90, 91, -1, -1, -1]
+    assert inputs.ids.tolist() == [109, 70, 71, 8, 104, 91, -1, -1, -1]
     assert inputs.positions.tolist() == [14, 15, 16, 4, 5, 6, 0, 0, 0]
     assert inputs.slots.tolist() == [5 * 16 + 14, 5 * 16 + 15, 6 * 16, 7 * 16, 7 * 16 + 1, 7 * 16 + 2, -1, -1, -1]
     assert inputs.rows.tolist() == [3, 1, -1] and inputs.lengths.tolist() == [17, 3, 0]
@@ -105,6 +108,6 @@ def test_the_kernel(tmp_path, query_len):
 
     def launch(sent, table, last, inputs, size, block_size, _):
         pointers = [ctypes.c_void_p(x.data_ptr()) for x in (sent, table, last, *inputs)]
-        kernel(size, *pointers, table.stride(0), block_size)
+        kernel(size, *pointers, table.stride(0), last.stride(0), block_size)
 
     check(launch, query_len=query_len)

@@ -110,7 +110,7 @@ def test_a_sequence_with_drafts_waits_for_its_tokens():
     second = scheduler.schedule()
     assert second.query_len == 8 and second.drafts == [DOCUMENT[31:38], []]
     assert scheduler.schedule() is None
-    right = [[*DOCUMENT[31:36], 7, 8, 9], [6, 0, 0, 0, 0, 0, 0, 0]]
+    right = [[*DOCUMENT[31:36], 7], [6]]
     a, b = scheduler.update(second, step_output(right))
     assert (a.tokens, b.tokens) == ([*DOCUMENT[31:36], 7], [6])
     scheduler.check()
@@ -290,11 +290,56 @@ def test_stages_compute_other_sequences_while_one_waits_for_its_drafts():
     scheduler.update(first, step_output([[1], [2]], drafts=list(range(14))))
     a, b = scheduler.schedule(), scheduler.schedule()
     assert (a.drafts, b.drafts) == ([list(range(7))], [list(range(7, 14))]) and scheduler.schedule() is None
-    (delta,) = scheduler.update(a, step_output([[0, 1, 5, 0, 0, 0, 0, 0]], drafts=list(range(20, 27))))
+    (delta,) = scheduler.update(a, step_output([[0, 1, 5]], drafts=list(range(20, 27))))
     assert delta.tokens == [0, 1, 5]
     again = scheduler.schedule()
     assert [one.id for one in again.sampled] == ["a"] and again.drafts == [list(range(20, 27))[: again.query_len - 1]]
     scheduler.check([b, again])
+
+
+def test_steps_with_drafts_leave_the_next_ones_on_the_ranks():
+    """The host plans without their ids; how many were right comes with the tokens."""
+    scheduler = sequences(speculation(lambda n, q: 1.0, model="mtp"), list(range(40)), list(range(50, 80)))
+    first = scheduler.schedule()
+    assert first.plan.wanted == 7 and not first.plan.keeps  # it verifies none: they may not be of use
+    scheduler.update(first, step_output([[1], [2]], drafts=range(14)))
+    second = scheduler.schedule()
+    assert second.plan.keeps and second.drafts == [list(range(7)), list(range(7, 14))]
+    a, b = scheduler.update(second, step_output([[0, 1, 5], [9]]))
+    assert (a.accepted, b.accepted) == (2, 0)
+    third = scheduler.schedule()
+    made = [protocol.MADE] * (third.query_len - 1)
+    assert third.drafts == [made, made] and third.plan.drafts == protocol.pack_i32(2 * made)
+    scheduler.update(third, step_output([list(range(third.query_len)), [7]]))
+    assert scheduler.speculation.stats()["speculation"]["mtp"][0] == 4
+    scheduler.check()
+
+
+def test_ranks_keep_no_drafts_where_others_have_to_know_them():
+    """Grammars, and earlier stages, which have no model that drafts."""
+    for stages, grammar in ((1, None), (2, None), (1, SimpleNamespace(planned_ahead=False, ready=True, drop=int))):
+        made = speculation(lambda n, q: 1.0, model="mtp")
+        scheduler = Scheduler(Blocks(64, 16), 8, 512, 900, stages=stages, speculation=made)
+        scheduler.add(request("a", list(range(40)), 100))
+        scheduler.update(scheduler.schedule(), step_output([[1]], drafts=range(7)))
+        if grammar is not None:
+            grammar.__dict__.update(pending=0)
+            scheduler.add(request("b", list(range(60, 90)), 100), grammar=grammar)
+        step = scheduler.schedule()
+        assert step.query_len > 1 and step.plan.wanted and step.plan.keeps == (stages == 1 and grammar is None)
+
+
+def test_kept_drafts_that_are_not_verified_say_nothing():
+    made = speculation(lambda n, q: 1.0, model="mtp")
+    (one,) = sequences(made, list(range(40)))._by_id.values()
+    made.made(one, [protocol.MADE] * 7)
+    before = made._model_rates[0]
+    one.tokens.append(5)
+    made.made(one, [6])
+    assert made._model_rates[0] == before
+    one.tokens.append(6)
+    made.made(one, [7])
+    assert made._model_rates[0] > before
 
 
 def test_a_model_reads_some_tokens_before_it_drafts_again():

@@ -44,7 +44,7 @@ def test_prepare(device):
     upload = Upload(torch.device(device))
     for seed in range(60):
         rows, work, tokens = make(seed)
-        last = torch.full((8,), -7)
+        last = torch.full((8, 1), -7)
         for row, start, known in zip(work.rows, work.starts, rows.known[work.rows], strict=True):
             if start >= known:
                 last[row] = tokens[row][start]
@@ -100,7 +100,8 @@ def test_tokens_of_images_reach_beyond_themselves(monkeypatch):
         plain = [p for start, count in zip(work.starts, work.counts, strict=True) for p in range(start, start + count)]
         got = reach_of(rows, work)
         assert (want if got is None else got.tolist()) == want and (got is None) == (want == plain)
-        (batch, *more), _ = build_batches(rows, work, torch.arange(8), [], upload, min_tokens=0 if got is None else 5)
+        last, fewest = torch.arange(8)[:, None], 0 if got is None else 5
+        (batch, *more), _ = build_batches(rows, work, last, [], upload, min_tokens=fewest)
         assert not more and (batch.reach is None) == (got is None) and batch.num_decodes == work.num_decodes
         found += got is not None
         if got is not None:
@@ -116,7 +117,7 @@ def test_a_step_is_cut_like_chunks_of_prompts(monkeypatch):
     upload, found = Upload(torch.device("cpu")), 0
     for seed in range(200):
         rows, work, _ = make(seed)
-        last = torch.arange(8)
+        last = torch.arange(8)[:, None]
         (whole,), sampled = build_batches(rows, work, last, [], upload)
         parts, same = build_batches(rows, work, last, [], upload, min_tokens=5)
         assert torch.equal(sampled, same)
@@ -188,7 +189,7 @@ def test_where_a_step_of_several_tokens_a_row_is_cut(counts, at):
 
 def test_several_tokens_of_rows_that_decode():
     """They are sampled all; of a prompt beside them the last token is, or none."""
-    rows, last = BatchState(4, 64, BLOCK), torch.zeros(4, dtype=torch.int64)
+    rows, last = BatchState(4, 64, BLOCK), torch.zeros(4, 1, dtype=torch.int64)
     rows.table[:] = np.arange(rows.table.size).reshape(rows.table.shape)
     rows.tokens, rows.known[:] = [np.arange(64) + 100 * row for row in range(4)], 64
     work = ScheduledBatch(

@@ -72,7 +72,7 @@ class Rank:
         self.rows = BatchState(MAX_NUM_SEQS, LENGTH, BLOCK)
         order = np.random.default_rng(0).permutation(self.rows.table.size)
         self.rows.table[:] = order.reshape(self.rows.table.shape)
-        self.last = torch.arange(MAX_NUM_SEQS) * 7 + 1
+        self.last = torch.arange(MAX_NUM_SEQS)[:, None] * 7 + 1
         make = torch.Generator().manual_seed(comm.rank)
         specs = model.cache_specs()
         dtype = cache_dtype(kept, model.dtype)

@@ -91,7 +91,7 @@ def test_captured_steps_read_what_other_steps_read(device, seed, groups, monkeyp
     """Rows take part in some steps and miss others, of which some are no captured ones, and change hands."""
     if device == "cpu":
         monkeypatch.setattr(module, "decode_inputs", decode_inputs.decode_inputs_reference)
-    life, last = Life(seed, groups), torch.arange(ROWS, device=device) + 2000
+    life, last = Life(seed, groups), torch.arange(ROWS, device=device)[:, None] + 2000
     upload = HostUpload() if device == "cpu" else Upload(torch.device(device))
     captured = DeviceDecodeBatch(life.state, last, [], ROWS, upload)
     on_host = HostDecodeBatch(life.state, last.cpu(), [], ROWS)
@@ -115,6 +115,33 @@ def test_captured_steps_read_what_other_steps_read(device, seed, groups, monkeyp
                 life.enter(row)
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_drafts_of_the_ranks_and_of_the_plan(device, monkeypatch):
+    """Where a row has no draft, any token stands."""
+    if device == "cpu":
+        monkeypatch.setattr(module, "decode_inputs", decode_inputs.decode_inputs_reference)
+    life, last = Life(0), torch.arange(3 * ROWS, device=device).view(ROWS, 3) + 2000
+    upload = HostUpload() if device == "cpu" else Upload(torch.device(device))
+    for row in range(3):
+        life.enter(row)
+        life.state.length[row] = life.state.known[row] + 1
+        life.state.computed[row] = life.state.known[row]
+    rows, made, none = [2, 0, 1], protocol.MADE, protocol.NO_DRAFT
+    plan = protocol.Plan(
+        0, protocol.pack_u16(rows), query_len=3, drafts=protocol.pack_i32([made, made, 7, none, made, 8])
+    )
+    scheduled = life.state.apply(plan)
+    want = [2006, 2007, 2008, 2000, 7, 0, 2003, 2004, 8]
+    (batch,), _ = build_batches(life.state, scheduled, last, [], Upload(torch.device(device)))
+    captured = DeviceDecodeBatch(life.state, last, [], ROWS, upload, 3)
+    captured.send(scheduled)
+    captured.fill(4)
+    on_host = HostDecodeBatch(life.state, last.cpu(), [], ROWS, 3)
+    on_host.fill(scheduled)
+    found = [batch.ids, captured.inputs[0].ids[:9], on_host.inputs[0].ids[:9]]
+    assert [ids.tolist() for ids in found] == [want] * 3
+
+
 def test_entries_of_one_block_lie_a_pool_apart():
     life = Life(0, TWO_GROUPS)
     life.enter(2)
@@ -126,7 +153,7 @@ def test_entries_of_one_block_lie_a_pool_apart():
 
 
 def test_a_block_is_sent_once():
-    life, last, upload = Life(0), torch.zeros(ROWS, dtype=torch.int64), HostUpload()
+    life, last, upload = Life(0), torch.zeros(ROWS, 1, dtype=torch.int64), HostUpload()
     captured = DeviceDecodeBatch(life.state, last, [], ROWS, upload)
     life.enter(0)
     life.enter(1)
@@ -140,7 +167,7 @@ def test_a_block_is_sent_once():
 
 def test_the_batch_has_the_captured_tensors():
     state = BatchState(ROWS, LENGTH, BLOCK, TWO_GROUPS, [1, 0], POOL)
-    captured = HostDecodeBatch(state, torch.zeros(ROWS, dtype=torch.int64), ["caches"], 4)
+    captured = HostDecodeBatch(state, torch.zeros(ROWS, 1, dtype=torch.int64), ["caches"], 4)
     batch = captured.batch(3, [64] * 3)
     assert batch.ids.data_ptr() == captured.inputs[0].ids.data_ptr() and batch.caches == ["caches"]
     assert (batch.num_decodes, batch.query_lens, batch.kv_lens) == (3, [1] * 3, [64] * 3)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.rank import protocol
 from phalanx.rank.worker import graphs
-from phalanx.rank.worker.model_runner import step_stream
+from phalanx.rank.worker.model_runner import DeviceOutput, ModelRunner, StepFuture, step_stream
 
 from ...devices import require_gpu
 from .test_draft_graphs import CASES, check, drafted
@@ -30,3 +31,15 @@ def test_captured_drafts_are_those_of_eager_steps(made, name, sampling, monkeypa
         return drafted(eager), drafted(captured)
 
     check(*threads.run(work, 1)[0])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_host_has_a_steps_tokens_while_drafts_are_computed(keeps):
+    """Where the ranks keep these."""
+    runner, result, stream = ModelRunner.__new__(ModelRunner), StepFuture(), step_stream(torch.device("cuda", 0))
+    with torch.cuda.stream(stream):
+        ids = torch.tensor([7], device="cuda")
+        runner._execute = lambda plan: (DeviceOutput(ids), lambda: torch.cuda._sleep(1 << 29))  # 0.3 s
+        runner._step(protocol.Plan(1, wanted=1, keeps=keeps), result)
+        result.wait(None)
+        assert stream.query() != keeps and result.output().tokens() == [[7]]

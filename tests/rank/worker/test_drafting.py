@@ -83,7 +83,7 @@ class Rank:
         self.drafting = Drafting(
             self.source, self.state, caches[-len(own) :], self.upload, grid.tensor, self.sampler, self.greedy
         )
-        self.last = torch.zeros(count, dtype=torch.int64, device=device)
+        self.last = torch.zeros(count, 1, dtype=torch.int64, device=device)
 
     def step(self, work, kept=None, query_len=1, wanted=WANTED):
         """The drafts of a step, by row. work: (row, start, count). kept: of each verified row how many tokens stand."""

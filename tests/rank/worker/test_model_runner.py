@@ -9,9 +9,11 @@ import torch
 from phalanx import errors
 from phalanx.rank import protocol
 from phalanx.rank.worker.images import Images
-from phalanx.rank.worker.model_runner import ModelRunner
+from phalanx.rank.worker.model_runner import DeviceOutput, ModelRunner, StepFuture
 from phalanx.rank.worker.pooler import Pooler
 from phalanx.rank.worker.prompt_scorer import PromptScorer
+from phalanx.rank.worker.sampler import Logprobs
+from phalanx.rank.worker.state import ScheduledBatch
 from phalanx.rank.worker.token_masks import TokenMasks
 from phalanx.rank.worker.upload import Upload
 
@@ -83,3 +85,48 @@ def test_memory_that_runs_out_before_the_first_step(error, monkeypatch):
     assert isinstance(told, errors.FatalError) and told.code == errors.MEMORY
     for part in ("workspaces", str(error).rstrip("."), "--max-num-batched-tokens"):
         assert part in str(told)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_steps_tokens_wait_for_drafts_only_where_these_are_to_come_along(keeps):
+    runner, result, seen = ModelRunner.__new__(ModelRunner), StepFuture(), []
+
+    def draft():
+        seen.append(result.wait(0))
+        return None if keeps else torch.tensor([[8, 9]])
+
+    runner._execute = lambda plan: (DeviceOutput(torch.tensor([7])), draft)
+    runner._step(protocol.Plan(1, wanted=2, keeps=keeps), result)
+    assert seen == [keeps] and result.wait(0)
+    output = result.output()
+    assert output.tokens() == [[7]] and protocol.unpack_u32(output.drafts).tolist() == ([] if keeps else [8, 9])
+
+
+def test_drafts_that_the_ranks_keep_are_compared_there():
+    """The second row's first draft came with the plan, and it has no second one; the third row has no drafts."""
+    runner = ModelRunner.__new__(ModelRunner)
+    runner._upload, runner._last = Upload(torch.device("cpu")), torch.tensor([[0, 0, 0], [1, 40, 41], [2, 50, 51]])
+    rows, made, none = np.array([2, 1, 0]), protocol.MADE, protocol.NO_DRAFT
+    scheduled = ScheduledBatch(
+        rows, np.array([5, 6, 7]), np.array([3, 3, 1]), np.ones(3, bool), np.zeros(3, np.int64), 3,
+        np.array([[made, made], [60, none]]),
+    )  # fmt: skip
+    ids = torch.tensor([50, 51, 3, 60, 4, 5, 6])
+    newest = runner._keep(torch.from_numpy(scheduled.sampled_rows), ids, scheduled)
+    assert newest.tolist() == [2, 4, 6] and runner._last[:, 0].tolist() == [6, 4, 3]
+    ids[0] = 49
+    runner._last[2, 0] = 2
+    assert runner._keep(torch.from_numpy(scheduled.sampled_rows), ids, scheduled).tolist() == [0, 4, 6]
+    assert runner._last[:, 0].tolist() == [6, 4, 49]
+
+
+def test_the_output_has_what_stands():
+    """Of three rows' tokens those stand that are not rejected; of one there are no others, and no memory was left."""
+    result = StepFuture()
+    found = Logprobs([0, 1, 5], [1, 1, 1], torch.tensor([-1.0, -2.0, -3.0]), -torch.ones(3, 1), torch.ones(3, 1).long())
+    result.set(DeviceOutput(
+        torch.arange(10, 17), found, failed=[6], counts=np.array([3, 3, 1]), newest=torch.tensor([0, 5, 6]),
+    ))  # fmt: skip
+    output = result.output()
+    assert output.tokens() == [[10], [13, 14, 15], [16]] and output.failed == [2]
+    assert {at: (one.token, one.logprob) for at, one in output.logprobs.items()} == {0: (10, -1.0), 3: (15, -3.0)}

@@ -93,7 +93,7 @@ class Rank:
         for row in range(MAX_NUM_SEQS):
             self.rows.tokens[row] = draw.integers(0, model.vocab_size, LENGTH)
         self.rows.known[:] = 64, 64, 64, 64, 64, 0
-        self.last = (torch.arange(MAX_NUM_SEQS) * 7 + 1).to(DEVICE)
+        self.last = (torch.arange(MAX_NUM_SEQS)[:, None] * 7 + 1).to(DEVICE)
         specs, dtype = model.cache_specs(), cache_dtype(kept, model.dtype)
         blocks = self.rows.table.size
         of = specs, blocks, BLOCK, dtype, DEVICE, MAX_NUM_SEQS

@@ -87,7 +87,7 @@ class Rank:
         self.caches = kv_cache.allocate(specs, self.state.table.size, BLOCK, self.model.dtype, device, count, QUERY)
         for tensor in (tensor for layer in self.caches for tensor in layer):
             tensor.fill_(float("nan"))
-        last, upload = torch.zeros(count, dtype=torch.int64, device=device), Upload(device)
+        last, upload = torch.zeros(count, 1, dtype=torch.int64, device=device), Upload(device)
         self.step_of = functools.partial(build_batches, self.state, last=last, caches=self.caches, upload=upload)
         self.graphs = None
         if replays and device.type == "cpu":
