@@ -16,7 +16,7 @@ from .. import jit
 from ..candidate import Candidate
 from ..device import current_stream, device_caps
 from ..rope.fp8_cache import E4M3
-from .backend import LOG2_E, AttentionParams, Part
+from .backend import LOG2_E, AttentionParams, Part, Selection
 
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
@@ -31,7 +31,8 @@ PART = ROWS * LATENT + ROWS  # floats that are kept of a part
 # Sequences of a step from which on this kernel is chosen, instead of Triton's. Of one that is faster for contexts of
 # 1000 to 10,000 tokens, of 16 slower for all (benchmarks/ops_mla.py, H200, 16 heads); between these nothing was timed.
 # A graph's kernel is the same for contexts of all lengths, so these do not count. Of a cache in e4m3 it always is.
-LEAST_SEQUENCES = 4
+# 2048 chosen tokens of 4 sequences take Triton 12.8 us and this one 16.0, of 16 sequences 30.6 and 21.9.
+LEAST_SEQUENCES, LEAST_SELECTED = 4, 16
 
 MAX_KV_SPLITS = 64
 MAX_PANELS = 8
@@ -43,7 +44,8 @@ def supports(part: Part) -> bool:
     q, keys, values, params = part.q, part.keys, part.values, part.params
     if not part.decodes or part.rows.query_len > 1:
         return False
-    if (part.scales is None and part.stop < LEAST_SEQUENCES) or part.current_kv is not None:
+    least = LEAST_SELECTED if isinstance(part.rows, Selection) else LEAST_SEQUENCES
+    if (part.scales is None and part.stop < least) or part.current_kv is not None:
         return False
     shared = keys.shape[2] == 1 and keys.data_ptr() == values.data_ptr()
     sizes = (keys.shape[3], values.shape[3]) == (WIDTH, LATENT) and q.element_size() == 2
@@ -155,7 +157,7 @@ def decode(
 
 CANDIDATE = Candidate(
     "mla_decode.cu", "GPUs from sm_80 on",
-    f"latents of {LATENT} + {ROPE} elements of decoding rows of one token, from {LEAST_SEQUENCES} on, f16 or bf16; of "
-    f"any number in e4m3, whose blocks are a multiple of {PANEL} tokens",
+    f"latents of {LATENT} + {ROPE} elements of decoding rows of one token, from {LEAST_SEQUENCES} on, of chosen tokens "
+    f"from {LEAST_SELECTED} on, f16 or bf16; of any number in e4m3, whose blocks are a multiple of {PANEL} tokens",
     supports, run,
 )  # fmt: skip

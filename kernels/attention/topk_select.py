@@ -12,12 +12,14 @@ THREADS = 1024
 SHARED_BYTES = 4 * (3 * (2048 + 128) + 2 * 32 + 8)  # counts of digits, of groups of these, and of warps
 MOST_SHARED = 99 << 10  # bytes of a block, on any GPU from sm_80 on
 MOST_BLOCKS = 8  # of a cluster, wherever clusters are
+FEW = 8  # tokens
 
 
 def choose_blocks(tokens: int, device: torch.device) -> int:
-    """Blocks that share a token's scores: a power of two, as many as multiprocessors are for."""
-    found, blocks = device_caps(device), 1
-    while found.has_pdl and blocks < MOST_BLOCKS and 2 * blocks * tokens <= found.num_sms:
+    """Blocks that share a token's scores: a power of two, as many as multiprocessors are for, and of up to FEW tokens
+    eight. Of 65536 scores on an H200 16 tokens take 25.7 us by clusters of eight, 20.7 by four."""
+    found, blocks, most = device_caps(device), 1, MOST_BLOCKS if tokens <= FEW else MOST_BLOCKS // 2
+    while found.has_pdl and blocks < most and 2 * blocks * tokens <= found.num_sms:
         blocks *= 2
     return blocks
 
