@@ -160,7 +160,8 @@ __device__ inline void bring_weights(const TensorMap* of_w, const Item& item, co
     }
 }
 
-// One warp: an item's rows of x, of which this lane knows `mine`. Rows that the item lacks are zeros.
+// One warp: an item's rows of x, of which this lane knows `mine`. Where rows that the item lacks would be, the stage
+// stays as it is: their sums are not stored.
 template <class G>
 __device__ inline void bring_rows(const T* x, int mine, int rows, const Ring& ring, int& n) {
     constexpr int VECS = KC / 8;  // of a row
@@ -172,6 +173,7 @@ __device__ inline void bring_rows(const T* x, int mine, int rows, const Ring& ri
 #pragma unroll
         for (int i = 0; i < ROWS * VECS / 32; i++) {
             const int r = (i * 32 + lane) / VECS, vec = (i * 32 + lane) % VECS;
+            if (i * 32 / VECS >= rows) break;
             const T* row = x + (long long)__shfl_sync(0xffffffffu, mine, r) * G::INPUTS + c * KC;
             const bool there = r < rows && (G::INPUTS % KC == 0 || c * KC + vec * 8 < G::INPUTS);
             copy_async16(to + (vec / 8 * ROWS + r) * 128 + (vec % 8 ^ r % 8) * 16, row + vec * 8, there);
@@ -195,12 +197,12 @@ __device__ inline void store(const float* sums, const Item& item, int routed, fl
     }
 }
 
-// The warps that multiply: an item.
-template <class G>
-__device__ inline void multiply(const Item& item, const TileLane& place, const Ring& ring, float* sums, const int* sorted_ids,
-                                const float* weights, T* y, int& n) {
+// The warps that multiply: an item, of which they compute N times 8 rows.
+template <class G, int N>
+__device__ inline void multiply_rows(const Item& item, const TileLane& place, const Ring& ring, float* sums,
+                                     const int* sorted_ids, const float* weights, T* y, int& n) {
     const int lane = threadIdx.x % 32;
-    float sum[1][TILES][4] = {}, mine = 0;
+    float sum[1][N][4] = {}, mine = 0;
     const int routed_id = lane < item.rows ? __ldcg(sorted_ids + item.start + lane) : 0;
     if (G::UP) mine = __ldcg(weights + routed_id);
 #pragma unroll 1
@@ -217,6 +219,16 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
     block_sync<THREADS>(1);
     store<G>(sums, item, routed_id, mine, y);
     block_sync<THREADS>(1);  // all is stored, and sums may be overwritten
+}
+
+template <class G>
+__device__ inline void multiply(const Item& item, const TileLane& place, const Ring& ring, float* sums, const int* sorted_ids,
+                                const float* weights, T* y, int& n) {
+    constexpr int FEWER = TILES > 1 ? TILES / 2 : 1;
+    if (TILES > 1 && item.rows <= 8 * FEWER)
+        multiply_rows<G, FEWER>(item, place, ring, sums, sorted_ids, weights, y, n);
+    else
+        multiply_rows<G, TILES>(item, place, ring, sums, sorted_ids, weights, y, n);
 }
 
 // The first chunks of a block's first item, if every expert has one tile; whether they are asked for.
