@@ -82,7 +82,7 @@ def delta_step(
     b, a = gates.b, gates.a
     assert qkv.stride(1) == b.stride(1) == a.stride(1) == 1 and state.is_contiguous() and out.is_contiguous()
     if count:
-        grid = count, sizes.value_heads, triton.cdiv(sizes.value_dim, VALUES)
+        grid = triton.cdiv(sizes.value_dim, VALUES), sizes.value_heads, count
         delta_kernel[grid](
             qkv, b, a, gates.A_log, gates.dt_bias, state, rows, lengths, out, qkv.stride(0), b.stride(0), a.stride(0),
             eps, sizes.key_dim**-0.5, sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim,
@@ -116,9 +116,9 @@ def delta_kernel(
     FLOOR: tl.constexpr,
 ):  # fmt: skip
     """VALUES columns of one value head's states, for the QUERY tokens of one sequence. ENTRIES: of the states' ring.
-    CHANNELS: each element of a key has its decay."""
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    CHANNELS: each element of a key has its decay. Neighbours in the grid are neighbours in memory."""
+    sequence, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    columns = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     dims = tl.arange(0, KEY_PADDED)
     real, there = dims < KEY, columns < VALUE
     to = out + (sequence * QUERY * VALUE_HEADS + head) * VALUE + columns

@@ -34,7 +34,7 @@ def ssd_step(
     count, dt = len(out) // query_len, times.dt
     assert xbc.stride(1) == dt.stride(1) == 1 and state.is_contiguous() and out.is_contiguous()
     if count:
-        ssd_step_kernel[count, sizes.heads, triton.cdiv(sizes.head_dim, VALUES)](
+        ssd_step_kernel[triton.cdiv(sizes.head_dim, VALUES), sizes.heads, count](
             xbc, *times, state, rows, lengths, out, xbc.stride(0), dt.stride(0), *sizes,
             triton.next_power_of_2(sizes.state), VALUES, state.shape[1], query_len, num_warps=4,
         )  # fmt: skip
@@ -51,9 +51,10 @@ def ssd_step_kernel(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     VALUES: tl.constexpr, ENTRIES: tl.constexpr, QUERY: tl.constexpr,
 ):  # fmt: skip
-    """VALUES columns of one head's states, for the QUERY tokens of one sequence. ENTRIES: of the states' ring."""
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    """VALUES columns of one head's states, for the QUERY tokens of one sequence. ENTRIES: of the states' ring.
+    Neighbours in the grid are neighbours in memory."""
+    sequence, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    columns = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     keys = tl.arange(0, PADDED)
     real, there = keys < STATE, columns < DIM
     to = out + (sequence * QUERY * HEADS + head) * DIM + columns
