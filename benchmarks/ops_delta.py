@@ -1,10 +1,12 @@
-"""The gated delta net's convolution and rule next to the least time that their bytes or their arithmetic take.
+"""The gated delta net's convolution and rule, and Mamba-2's decode steps, next to the least time that their bytes or
+their arithmetic take.
 
     python benchmarks/ops_delta.py [--key-heads 16] [--value-heads 32] [--only prompt] [--json FILE]
 
-Sizes are Qwen3-Next's, heads a rank's. The byte limit counts inputs, outputs and each state once in and once out. The
-arithmetic limit counts multiply-adds of chunks of 64 tokens: each token's with a state, with the other tokens of its
-chunk, and of the chunk's inverse. As in ops.py, calls rotate over inputs that do not fit in the GPU's cache together.
+Sizes are Qwen3-Next's, heads a rank's, and Nemotron 3 Nano's. The byte limit counts inputs, outputs and each state once
+in and once out. The arithmetic limit counts multiply-adds of chunks of 64 tokens: each token's with a state, with the
+other tokens of its chunk, and of the chunk's inverse. As in ops.py, calls rotate over inputs that do not fit in the
+GPU's cache together.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from phalanx.benchmarks.ops_table import Table, copies, make_rows, randn
 from phalanx.benchmarks.timing import Call
 from phalanx.kernels.recurrent import gated_delta
 from phalanx.kernels.recurrent.gated_delta import CHUNK, DeltaSizes, Gates
+from phalanx.kernels.recurrent.ssd import SsdSizes, TimeSteps, ssd
 from torch import Tensor
 
 TAPS = 4
@@ -62,6 +65,21 @@ def step(table: Table, sizes: DeltaSizes, name: str, counts: list[int]) -> None:
     )  # fmt: skip
 
 
+def mamba_step(table: Table, sizes: SsdSizes, count: int) -> None:
+    """A step of sequences that decode."""
+    rows, _ = make_rows([1] * count, [9] * count)
+    rows.rows = torch.randperm(count, device="cuda")
+    moved = count * (sizes.heads * sizes.state * sizes.head_dim * 8 + 2 * (sizes.channels + sizes.values + sizes.heads))
+    heads = (randn(sizes.heads).float() for _ in range(3))
+    times = TimeSteps(randn(count, sizes.heads), *heads)
+    inputs = [
+        (randn(count, sizes.channels), torch.zeros(count, 1, sizes.heads, sizes.state, sizes.head_dim, device="cuda"))
+        for _ in range(min(4, copies(moved)))
+    ]
+    calls: list[Call] = [partial(ssd, xbc, times, state, rows, sizes) for xbc, state in inputs]
+    table.add(f"mamba-2 decode {count}", moved, {"ours": calls}, least=2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--key-heads", type=int, default=16, help="of one rank")
@@ -74,6 +92,7 @@ def main() -> None:
     with torch.no_grad():
         for batch in DECODES:
             step(table, sizes, f"decode {batch}", [1] * batch)
+            mamba_step(table, SsdSizes(8, 64, 128, 64), batch)
         for counts in PROMPTS:
             parts = (f"{counts.count(n)} x {n}" for n in sorted(set(counts)))
             step(table, sizes, "prompt " + " and ".join(parts), counts)
