@@ -20,9 +20,10 @@ WARPS = OUTPUTS // 16 + 2  # of a block
 SMEM_BYTES = 212 << 10
 MAX_STAGES = 12
 # Routed tokens per expert → tiles of 8 routed tokens that an item has, so that most experts are one item; of more
-# Triton's are taken (H200, 2026-11-27, benchmarks/ops_moe.py: of 12 routed tokens a layer of DeepSeek-V2-Lite takes 275
-# us here and 269 there, of 16 one of Qwen3-30B-A3B 316 and 301, of 8 one of it 285 and 288).
-TILES = {4: 1, 8: 2, 11: 4}
+# Triton's are taken (H200, 2026-11-27 and 2026-11-30, benchmarks/ops_moe.py: of 12 routed tokens a layer of Nemotron 3
+# Nano takes 615 us here and 620 there, one of DeepSeek-V2-Lite 275 and 269, of 16 one of Qwen3-30B-A3B 316 and 301, of
+# 8 one of it 285 and 288).
+TILES = {4: 1, 8: 2, 12: 4}
 
 
 def supports(x: Tensor, w13: object, w2: object) -> bool:
