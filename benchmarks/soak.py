@@ -1,7 +1,7 @@
 """A long mixed load on a live server: what its processes hold has to stay flat.
 
     python benchmarks/soak.py run.json --requests 1000000 --seconds 3600
-    python benchmarks/soak.py run.json --table
+    python benchmarks/soak.py run.json other.json --table
 
 Starts `phalanx serve` with a tiny model of dummy weights (on two CPU ranks: --ranks, --device) and asks for streams,
 tools, grammars, log-probabilities, embeddings, responses, conversations, files, batches and wrong things; many are
@@ -10,7 +10,8 @@ written to run.json: memory, file descriptors and threads of each kind of proces
 files in its temporary, state and storage directories, bytes of its log.
 
 A run is made in slices: called again with the same file it starts another server and goes on until --requests have been
-answered. --models 2 makes a slice of two models that take turns; the server has no batches then.
+answered. --models 2 makes a slice of two models that take turns; the server has no batches then. --table prints each
+slice, and adds up those of all files.
 
 A slice is flat if nothing that it holds grew by more than TOLERANCE after its first --warm share. Growth is the
 Theil-Sen slope (the median slope of all pairs of samples) times the requests. The exit code is 0 if this slice is flat,
@@ -605,7 +606,7 @@ async def soak(asked: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]
     run["slices"].append(slice)
     began = time.monotonic()
     try:
-        asker = Asker(server.wait_ready(asked.start), server.models, len(run["slices"]))
+        asker = Asker(server.wait_ready(asked.start), server.models, asked.seed + len(run["slices"]))
         while asker.count < goal and time.monotonic() < began + asked.seconds and not asked.stopped:
             await asker.round(min(asked.round, goal - asker.count), asked.clients)
             held = server.held(await idle(asker.client))
@@ -639,9 +640,35 @@ def table(slice: dict[str, Any]) -> Iterator[str]:
     yield from (f"NOT FLAT: {why}" for why in slice.get("why", ["not ended"]))
 
 
+def total(slices: list[dict[str, Any]]) -> Iterator[str]:
+    """The sum of slices. What is let in a short one may be a leak of a long run: so the longest one's second half, in
+    which nothing fills any more."""
+    asked, seconds = (sum(one[key] for one in slices) for key in ("asked", "seconds"))
+    failed, left = (sum(map(count, slices)) for count in (lambda one: sum(one["failures"].values()),
+                                                          lambda one: len(one["left"])))  # fmt: skip
+    yield f"{asked} requests in {seconds / 3600:.1f} h, {len(slices)} slices; {failed} failed, {left} left behind"
+    kinds = sum((Counter(one["kinds"]) for one in slices), Counter[str]())
+    yield ", ".join(f"{name} {count}" for name, count in kinds.most_common())
+    judged = [one for one in slices if len(one["samples"]) >= 3]
+    if not judged:
+        return
+    longest = max(judged, key=lambda one: one["asked"])
+    late = growth(longest["samples"], 0.5)
+    found = [growth(one["samples"], one["warm"]) for one in judged]
+    yield f"| | median | most growth | flat in | second half of {longest['asked']} requests |"
+    yield "|---|---|---|---|---|"
+    for name in dict.fromkeys(name for one in found for name in one):
+        each = [one[name] for one in found if name in one]
+        unit, title, form = (1e6, f"{name} (MB)", ".2f") if name.startswith("memory") else (1, name, ".0f")
+        numbers = [float(np.median([one["median"] for one in each])), max(one["grew"] for one in each)]
+        numbers.append(late[name]["grew"] if name in late else 0.0)
+        median, grew, then = (format(number / unit, form) for number in numbers)
+        yield f"| {title} | {median} | {grew} | {sum(one['flat'] for one in each)} of {len(each)} | {then} |"
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("file", type=Path, help="of the run's state, JSON; made where there is none")
+    made.add_argument("file", type=Path, nargs="+", help="of the run's state, JSON; made where there is none")
     made.add_argument("--requests", type=int, default=1_000_000, help="of the whole run (1000000)")
     made.add_argument("--slice", type=int, help="requests of this slice at most")
     made.add_argument("--seconds", type=float, default=3600.0, help="of this slice at most (3600)")
@@ -652,19 +679,26 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ranks", type=int, default=2, help="of the server (2)")
     made.add_argument("--device", default="cpu", help="of the ranks, as `phalanx serve` takes it (cpu)")
     made.add_argument("--start", type=float, default=180.0, help="seconds for the server to be ready (180)")
+    made.add_argument("--seed", type=int, default=0, help="of what is asked; another one for each file (0)")
     made.add_argument("--option", action="append", default=[], help="a further word for `phalanx serve`")
-    made.add_argument("--table", action="store_true", help="print what the file says of each slice, and run nothing")
+    made.add_argument("--table", action="store_true", help="print what the files say, and run nothing")
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = parser().parse_args(argv)
+    made = parser()
+    asked = made.parse_args(argv)
+    if asked.table:
+        slices = [slice for file in asked.file for slice in load(file, asked.requests)["slices"]]
+        print("\n".join(line for slice in slices for line in table(slice)))
+        if len(slices) > 1:
+            print("\n".join(total(slices)))
+        return int(any(slice.get("why", True) for slice in slices))
+    if len(asked.file) > 1:
+        made.error("several files can only be added up, with --table")
+    (asked.file,) = asked.file
     asked.stopped = False
     run = load(asked.file, asked.requests)
-    if asked.table:
-        for slice in run["slices"]:
-            print("\n".join(table(slice)))
-        return 0
     if done(run) >= run["requests"]:
         print(f"soak.py: {asked.file} has all its {run['requests']} requests", file=sys.stderr)
         return 0

@@ -59,6 +59,27 @@ def test_a_descriptor_now_and_then_is_a_leak():
     assert not found(samples, "files rank 0")["flat"] and found(samples, "threads rank 0")["flat"]
 
 
+def test_files_add_up(tmp_path, capsys):
+    """A slice that is not flat is the sum's fault. The second half is that of the longest slice."""
+
+    def slice(count, leak, why):
+        samples = [sample(500 * i, memory={"rank 0": 300e6 + leak * 500 * i}) for i in range(count // 500 + 1)]
+        return {"asked": count, "seconds": 1800, "models": 1, "warm": 0.05, "kinds": {"chat": count - 1, "batch": 1},
+                "failures": {}, "left": [], "samples": samples, "why": why}  # fmt: skip
+
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    slices = [[slice(10_000, 50, [])], [slice(5000, 4000, ["memory rank 0 grew"]), slice(5000, 0, [])]]
+    for file, given in zip(files, slices, strict=True):
+        file.write_text(json.dumps({"requests": 1_000_000, "slices": given}))
+    assert soak.main([str(files[0]), "--table"]) == 0
+    capsys.readouterr()
+    assert soak.main([*map(str, files), "--table"]) == 1
+    said = capsys.readouterr().out.split("20000 requests in 1.5 h, 3 slices")[1]
+    assert "chat 19997" in said
+    (row,) = [line for line in said.splitlines() if line.startswith("| memory rank 0")]
+    assert [word.strip() for word in row.split("|")[3:6]] == ["18.00", "2 of 3", "0.25"]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_small_soak_is_flat(tmp_path, capsys):
