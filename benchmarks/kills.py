@@ -55,8 +55,10 @@ NAMED = re.compile(r"has died|was killed|SIGKILL|has gone|signal 9|ended by|went
 class Kills:
     """The run's counts."""
 
-    def __init__(self, file: Path, seed: int):
+    def __init__(self, file: Path, seed: int, start: float):
         self.file = file
+        self.start = start  # seconds for a job to be ready
+        self.loading = start / 4  # until it is, as the last one took
         self.run: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         self.dice = random.Random(seed + sum(self.count(kind) for kind in ("batches", "servers")))
         self.lock = threading.Lock()
@@ -129,8 +131,7 @@ def verdict(output: Path, names: list[str]) -> list[str]:
     return [f"{len(lost)} lost: {lost[:5]}"] * bool(lost) + [f"{len(twice)} twice: {twice[:5]}"] * bool(twice)
 
 
-def batches(kills: Kills, goal: int, until: float, start: float) -> None:
-    loading = start / 4  # seconds until the first answer, as the last job took
+def batches(kills: Kills, goal: int, until: float) -> None:
     place = Path(tempfile.mkdtemp(prefix="kills-"))
     journal, output = place / "out.jsonl.journal", place / "out.jsonl"
     command = ["batch", str(place / "tiny"), "--np", "2", "--device", "cpu", *RANKS]
@@ -156,13 +157,13 @@ def batches(kills: Kills, goal: int, until: float, start: float) -> None:
                 if over:
                     kills.wait(job.ended, 20 * ENDS)
                 elif kills.dice.random() < LOADING:
-                    kills.wait(job.ended, kills.dice.random() * loading)
+                    kills.wait(job.ended, kills.dice.random() * kills.loading)
                 else:
-                    kills.wait(partial(answered, job, before), start)
-                    loading = time.monotonic() - began
+                    kills.wait(partial(answered, job, before), kills.start)
+                    kills.loading = time.monotonic() - began
                     kills.wait(job.ended, kills.dice.random() ** 2 * 4)
                 size = written()
-                killed = not over and kills.kill(job, what, start)
+                killed = not over and kills.kill(job, what, kills.start)
                 if not killed and job.ended():
                     if job.process.returncode:
                         kills.add("batches", "none", 0, [f"exit code {job.process.returncode}: {job.output[-500:]}"])
@@ -203,7 +204,7 @@ async def read(client: Client, said: list[str]) -> None:
             return
 
 
-async def one_server(kills: Kills, start: float) -> None:
+async def one_server(kills: Kills) -> None:
     began = time.monotonic()
     what = kills.dice.choice(VICTIMS)
     early = kills.dice.random() < LOADING
@@ -212,13 +213,14 @@ async def one_server(kills: Kills, start: float) -> None:
     said: list[str] = []
     try:
         if early:
-            await asyncio.sleep(0.5 + kills.dice.random() * start / 6)
+            await asyncio.to_thread(kills.wait, server.ended, kills.dice.random() * kills.loading)
         else:
-            await asyncio.to_thread(kills.wait, lambda: server.ended() or server.address(), start)
-            client = Client(server.wait_ready(1), "EMPTY", ENDS + start)
+            await asyncio.to_thread(kills.wait, lambda: server.ended() or server.address(), kills.start)
+            kills.loading = time.monotonic() - began
+            client = Client(server.wait_ready(1), "EMPTY", ENDS + kills.start)
             readers = [asyncio.ensure_future(read(client, said)) for _ in range(4)]
             await asyncio.sleep(0.2 + kills.dice.random() * 3)
-        if not await asyncio.to_thread(kills.kill, server, what, start):
+        if not await asyncio.to_thread(kills.kill, server, what, kills.start):
             wrong.append(f"there was nothing to kill: {server.output[-700:]}")
         elif not await asyncio.to_thread(kills.wait, server.ended, ENDS):
             wrong.append("the job did not end")
@@ -239,10 +241,10 @@ async def one_server(kills: Kills, start: float) -> None:
         server.remove()
 
 
-def servers(kills: Kills, goal: int, until: float, start: float) -> None:
+def servers(kills: Kills, goal: int, until: float) -> None:
     while kills.count("servers") < goal and time.monotonic() < until:
         try:
-            asyncio.run(one_server(kills, start))
+            asyncio.run(one_server(kills))
         except Failure as failure:  # it was never ready
             kills.add("servers", "none", 0, [str(failure)])
 
@@ -293,13 +295,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if table([json.loads(file.read_text()) for file in asked.file]) else 1
     if len(asked.file) > 1:
         parser.error("several files can only be added up, with --table")
-    kills = Kills(asked.file[0], asked.seed)
+    kills = Kills(asked.file[0], asked.seed, asked.start)
     stop = [(number, signal.signal(number, kills.stop)) for number in (signal.SIGTERM, signal.SIGINT)]
     until = time.monotonic() + asked.seconds
     try:
         for work, goal in ((batches, asked.batches), (servers, asked.servers)):
             if goal:
-                side_by_side(asked.jobs, partial(work, kills, goal, until, asked.start))
+                side_by_side(asked.jobs, partial(work, kills, goal, until))
     finally:
         for number, before in stop:
             signal.signal(number, before)
