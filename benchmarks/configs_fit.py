@@ -17,9 +17,9 @@ from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
 from phalanx.kernels.quantized.super_blocks import q4_k, q6_k
 
 OF_E4M3 = re.compile(r"e(\d+)n(\d+)s(\d+)x(\d+)w(\d+)(?:m(\d+))?")
-# The second form is h200-quantized-ways-2026-11-25.jsonl's, whose last number is 1 where scales are fetched ahead, as
-# they are now.
-OF_REGISTERS = re.compile(r"m(\d+)n(\d+)k(\d+)s(\d+)x(\d+)|\((\d+), (\d+), (\d+), (\d+), (\d+), 1\)")
+# The second form is h200-quantized-ways-2026-11-25.jsonl's, whose last numbers are 1 where no tiles share x and scales
+# are fetched ahead, as now.
+OF_REGISTERS = re.compile(r"m(\d+)n(\d+)k(\d+)s(\d+)(?:x1)?|\((\d+), (\d+), (\d+), (\d+), 1, 1\)")
 # Weights as they are kept now: codes of Q6_K have 6 bits; in files up to 2026-11-27 they had 8.
 LAYOUTS: dict[str, Layout] = {
     "q8_0": cuda_layouts.Q8_0,

@@ -14,7 +14,6 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from phalanx.benchmarks.ops_table import BF16, SHAPES, Table, copies, make_rows, randn
@@ -108,7 +107,6 @@ def gemms(table: Table, shapes: str) -> None:
         weights = [randn(outputs, inputs) for _ in range(copies(outputs * inputs * 2))]
         for rows in (1, 2, 4, 8, 16, 64):
             gemm(table, randn(rows, inputs), weights)
-            normed_gemm(table, randn(rows, inputs), weights)
 
 
 def gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
@@ -127,25 +125,6 @@ def gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
 def tile_configs(rows: int, inputs: int) -> Iterator[pipelined_gemm.TileConfig]:
     found = device_caps(torch.device("cuda", 0))
     return pipelined_gemm.tile_configs(rows, inputs, pipelined_gemm.whole_tiles(rows, found))
-
-
-def normed_gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
-    """The norm of one row or two and the GEMV that follows, as one kernel and as two."""
-    rows, (outputs, inputs) = len(x), weights[0].shape
-    residual, by = randn(rows, inputs), randn(inputs)
-    if not gemv.supports_norm(x, residual, by, weights[0]):
-        return
-
-    def in_turn(add_norm: Callable[..., Any], plain: Callable[..., Tensor], weight: Tensor) -> Tensor:
-        return plain(add_norm(x, residual, by, 1e-5)[0], weight)
-
-    versions: dict[str, list[Call]] = {
-        "reference": [partial(in_turn, norm.add_rms_norm_reference, torch_linear, w) for w in weights],
-        "two kernels": [partial(in_turn, norm.add_rms_norm, linear, w) for w in weights],
-        "ours": [partial(gemv.normed_linear, x, residual, by, 1e-5, w) for w in weights],
-    }
-    bytes_ = 2 * (outputs * inputs + rows * (3 * inputs + outputs))
-    table.add(f"norm and linear {rows} x {outputs}x{inputs}", bytes_, versions)
 
 
 def library_and_silu(x: Tensor, weight: Tensor) -> Tensor:
@@ -169,20 +148,15 @@ class Layers:
     def run(self, linears: dict[str, Callable[..., Tensor]]) -> None:
         x = self.x
         for qkv, o, gate_up, down in self.weights:
-            y = self.behind_norm(linears["qkv"], x, qkv).view(self.rows, -1, 128)
+            y = linears["qkv"](self.normed(x), qkv).view(self.rows, -1, 128)
             q, k, v = y.split([self.heads // 128, self.kv_heads, self.kv_heads], 1)
             cache = self.cache[0], self.cache[1]
             x = store_and_attend(q, CurrentKV(k, v, self.cos_sin, None, self.batch.slots), cache, self.batch, SCORES)
             x = linears["o"](x, o)
-            x = linears["down"](self.behind_norm(linears["gate_up"], x, gate_up), down)
+            x = linears["down"](linears["gate_up"](self.normed(x), gate_up), down)
 
-    def behind_norm(self, chosen: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        ours = chosen in (linear, gated_linear)
-        if ours and gemv.supports_norm(x, self.residual, self.norm, weight):
-            return gemv.normed_linear(
-                x, self.residual, self.norm, 1e-5, weight, "silu" if chosen is gated_linear else ""
-            )[0]
-        return chosen(norm.add_rms_norm(x, self.residual, self.norm, 1e-5)[0], weight)
+    def normed(self, x: Tensor) -> Tensor:
+        return norm.add_rms_norm(x, self.residual, self.norm, 1e-5)[0]
 
 
 def layers(table: Table, shapes: str) -> None:

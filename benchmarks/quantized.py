@@ -55,7 +55,7 @@ KEYS = {
     GemvConfig: "gemv{}a{}b{}",
     GroupedConfig: "grouped{}r{}",
     TileConfig: "m{}k{}t{:d}",
-    quantized_wgmma.WgmmaConfig: "m{}n{}k{}s{}x{}",
+    quantized_wgmma.WgmmaConfig: "m{}n{}k{}s{}",
 }
 
 

@@ -3,38 +3,12 @@
 // The first AHEAD vectors of each are asked for before the kernel's predecessor has ended: weights do not change. I is
 // a multiple of a warp's access, outputs one of what a block computes. Shared memory: x, R * I elements. With GATED, W
 // is a gate matrix over an up matrix, a warp's two rows are one of each, and y = act(gate) * up. With BIAS, bias
-// [outputs] is added. With NORM every block makes x itself, of what the kernel before has left of it: the norm of x +
-// residual.
+// [outputs] is added.
 
 constexpr int V = 8;                 // elements of one access
 constexpr int STEPS = I / (32 * V);  // accesses of a warp to a row
-constexpr int N = I, THREADS = WARPS * 32;
-#include "row.cuh"
+constexpr int THREADS = WARPS * 32;
 #include "stream.cuh"
-
-// The norm of x + residual to `to`. That sum goes to `sum`, as other blocks still read the residual.
-__device__ inline void reduce_add_norm(const T* x, const T* residual, const Weights& weights, float eps, T* sum, T* to) {
-    Vector row[R][PER], held[R][PER];
-#pragma unroll
-    for (int r = 0; r < R; r++)
-#pragma unroll
-        for (int i = 0; i < PER; i++)
-            if (in_row(i)) {
-                const int at = r * (N / V) + threadIdx.x + i * THREADS;
-                row[r][i] = ((const Vector*)x)[at], held[r][i] = ((const Vector*)residual)[at];
-            }
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-#pragma unroll
-        for (int i = 0; i < PER; i++)
-            if (in_row(i)) {
-                row[r][i] = add(row[r][i], held[r][i]);
-                if (blockIdx.x == 0) ((Vector*)sum)[r * (N / V) + threadIdx.x + i * THREADS] = row[r][i];
-            }
-        if (r) __syncthreads();
-        write_norm(row[r], weights, to + r * N, eps);
-    }
-}
 
 // The warp's outputs from its lanes' sums and their biases.
 __device__ __forceinline__ void store(const float (&parts)[OUTS][R], const float (&offset)[OUTS], T* y, int first, int outputs) {
@@ -53,8 +27,7 @@ __device__ __forceinline__ void store(const float (&parts)[OUTS][R], const float
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-gemv(const T* x, const T* weight, const T* bias, T* y, int outputs, const T* residual, const T* norm_weight, float eps,
-     T* sum) {
+gemv(const T* x, const T* weight, const T* bias, T* y, int outputs) {
     extern __shared__ uint4 memory[];
     uint4* xs = memory;
     int lane = threadIdx.x % 32;
@@ -71,16 +44,9 @@ gemv(const T* x, const T* weight, const T* bias, T* y, int outputs, const T* res
     if constexpr (BIAS)
 #pragma unroll
         for (int o = 0; o < OUTS; o++) offset[o] = to_float(bias[GATED ? first + o * (outputs / 2) : first + o]);
-    if constexpr (NORM) {
-        const Weights weights(norm_weight);
-        grid_wait();
-        launch_dependents();
-        reduce_add_norm(x, residual, weights, eps, sum, (T*)xs);
-    } else {
-        grid_wait();
-        launch_dependents();
-        for (int i = threadIdx.x; i < R * I / V; i += THREADS) xs[i] = ((const uint4*)x)[i];
-    }
+    grid_wait();
+    launch_dependents();
+    for (int i = threadIdx.x; i < R * I / V; i += THREADS) xs[i] = ((const uint4*)x)[i];
     __syncthreads();
     float parts[OUTS][R] = {};
 #pragma unroll 1

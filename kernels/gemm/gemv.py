@@ -1,8 +1,7 @@
-"""The kernel gemv.cu: GEMMs of a row or two, which may norm them before."""
+"""The kernel gemv.cu: GEMMs of a row or two."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import jit
@@ -14,7 +13,6 @@ ROWS = 2  # at most: more are faster on tensor cores
 INPUTS, OUTPUTS = 512, 64  # of which the weight's are multiples
 SHARED = 96 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
 WARPS = 8  # of a block
-NORMED = 8192  # elements of x that a block has registers for to norm them
 
 
 def readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -32,61 +30,29 @@ def supports(x: Tensor, weight: Tensor, gate: str = "", bias: Tensor | None = No
     return takes(len(x), *weight.shape) and readable(x, weight, bias)
 
 
-def variant(rows: int, weight: Tensor, gate: str, bias: bool, norm: bool, caps: DeviceCaps) -> jit.KernelVariant | None:
+def variant(rows: int, weight: Tensor, gate: str, bias: bool, caps: DeviceCaps) -> jit.KernelVariant | None:
     outputs, inputs = weight.shape
     if weight.element_size() != 2 or not takes(rows, outputs, inputs):
         return None
-    how = *choose(rows, outputs, caps, gate), gate, bias, norm and rows * inputs <= NORMED
+    how = *choose(rows, outputs, caps, gate), gate, bias
     return jit.variant("gemv", weight.dtype, **sizes(rows, inputs, *how))
 
 
-def supports_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether `normed_linear` takes these and is faster than a norm before."""
-    if x.numel() > NORMED or not supports(x, weight, "", bias):
-        return False
-    return x.dtype == residual.dtype == norm_weight.dtype and jit.plain(residual, norm_weight)
-
-
-def normed_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, gate: str = "",
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`gemv` of the norm that norm.add_rms_norm makes of x and residual [T, I], as one kernel; and their sum.
-
-    x and residual stay as they are: each block reads them. Squares are added up in another order than there, so that a
-    norm's last bit may differ.
-    """
-    total = torch.empty_like(residual)
-    return gemv(x, weight, gate, bias, norm=(residual, norm_weight, eps, total)), total
-
-
 def gemv(
-    x: Tensor,
-    weight: Tensor,
-    gate: str = "",
-    bias: Tensor | None = None,
-    norm: tuple[Tensor, Tensor, float, Tensor] | None = None,
-    config: tuple[int, int] | None = None,
+    x: Tensor, weight: Tensor, gate: str = "", bias: Tensor | None = None, config: tuple[int, int] | None = None
 ) -> Tensor:
     """x [T, I] times the transpose of weight [O, I], plus bias [O], where `supports` is true; accumulated in f32.
 
     gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
-    norm: of x and this residual, by this weight and epsilon, which leaves their sum here.
     config: outputs of a warp, two with a `gate`, and accesses to each row that it has under way; chosen unless given.
     """
     (rows, inputs), outputs = x.shape, weight.shape[0]
     outs, ahead = config or choose(rows, outputs, device_caps(x.device), gate)
     y = x.new_empty(rows, outputs // 2 if gate else outputs)
-    kernel = jit.kernel(
-        "gemv", "gemv", x.dtype, x.nbytes,
-        **sizes(rows, inputs, outs, ahead, gate, bias is not None, norm is not None),
-    )  # fmt: skip
-    residual, norm_weight, eps, total = norm or (x, x, 0.0, x)  # what a kernel without does not touch
-    grid = outputs // (WARPS * outs), 1, 1
-    kernel(
-        grid, WARPS * 32, x, weight, x if bias is None else bias, y, outputs, residual, norm_weight, float(eps),
-        total, shared=x.nbytes,
-    )  # fmt: skip
+    made = sizes(rows, inputs, outs, ahead, gate, bias is not None)
+    kernel = jit.kernel("gemv", "gemv", x.dtype, x.nbytes, **made)
+    args = x, weight, x if bias is None else bias, y, outputs
+    kernel((outputs // (WARPS * outs), 1, 1), WARPS * 32, *args, shared=x.nbytes)
     return y
 
 
@@ -97,18 +63,9 @@ def choose(rows: int, outputs: int, caps: DeviceCaps, gate: str) -> tuple[int, i
     return (2, 4) if rows > 1 or gate or at_once else (1, 8)
 
 
-def sizes(rows: int, inputs: int, outs: int, ahead: int, gate: str, bias: bool, norm: bool) -> dict[str, int]:
+def sizes(rows: int, inputs: int, outs: int, ahead: int, gate: str, bias: bool) -> dict[str, int]:
     """Compile-time constants of gemv.cu."""
-    return dict(
-        I=inputs,
-        R=rows,
-        OUTS=outs,
-        AHEAD=ahead,
-        **gate_sizes(gate),
-        BIAS=int(bias),
-        NORM=int(norm),
-        WARPS=WARPS,
-    )
+    return dict(I=inputs, R=rows, OUTS=outs, AHEAD=ahead, **gate_sizes(gate), BIAS=int(bias), WARPS=WARPS)
 
 
 CANDIDATE = Candidate(

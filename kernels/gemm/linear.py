@@ -40,13 +40,12 @@ def gated_linear(x: Tensor, weight: Tensor, gate: str = "silu", bias: Tensor | N
 
 
 def variants(
-    rows: Iterable[int], weight: Tensor, gate: str, bias: bool, norm: bool, caps: DeviceCaps
+    rows: Iterable[int], weight: Tensor, gate: str, bias: bool, caps: DeviceCaps
 ) -> Iterator[jit.KernelVariant]:
-    """Programs to compile for GEMMs of so many rows, each, on a GPU; norm: behind a norm, where gemv.normed_linear
-    takes it."""
+    """Programs to compile for GEMMs of so many rows, each, on a GPU."""
     for n in rows:
         for one in GPU:
-            found = one.variant and one.variant(n, weight, gate, bias, norm, caps)
+            found = one.variant and one.variant(n, weight, gate, bias, caps)
             if found:
                 yield found
                 break

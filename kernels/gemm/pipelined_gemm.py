@@ -36,7 +36,7 @@ def supports(x: Tensor, weight: Tensor, gate: str = "", bias: Tensor | None = No
     return choose_config(len(x), weight, device_caps(x.device)) is not None
 
 
-def variant(rows: int, weight: Tensor, gate: str, bias: bool, norm: bool, caps: DeviceCaps) -> jit.KernelVariant | None:
+def variant(rows: int, weight: Tensor, gate: str, bias: bool, caps: DeviceCaps) -> jit.KernelVariant | None:
     config = choose_config(rows, weight, caps) if weight.element_size() == 2 else None
     if config is None:
         return None

@@ -50,8 +50,7 @@ def add_rms_norm(
     """The norm of x + residual, and that sum. x and residual [T, H] may be overwritten.
 
     What is normalised is the sum rounded to x's dtype: a pipeline stage that gets the rounded sum from its
-    predecessor computes the same as a model that was not cut there, but for a norm's last bit where a GEMM makes it
-    (gemv.normed_linear). other: is added to x before, and that rounded.
+    predecessor computes the same as a model that was not cut there. other: is added to x before, and that rounded.
     """
     if (made := _add_norm("add_rms_norm", x, residual, (weight,), eps, other)) is not None:
         return made

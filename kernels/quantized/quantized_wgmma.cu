@@ -2,8 +2,7 @@
 // format: by Hopper's asynchronous tensor-core instructions, for sm_90a alone.
 //
 // A block has a tile of M outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile and
-// each a part of the inputs, and they add their sums up through each other's shared memory. With SHARE 2, the two
-// blocks of a cluster have tiles of the same rows, and each brings half of x to both.
+// each a part of the inputs, and they add their sums up through each other's shared memory.
 //
 // One warp has bulk copies bring chunks of KC inputs of W, and TMA the same inputs of x, to shared memory, STAGES
 // ahead; as much of W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: a
@@ -31,7 +30,6 @@ constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 240;
 static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 constexpr int PITCH = M + 4;             // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
 
-static_assert(SHARE == 1 || (SHARE == 2 && SPLIT == 1 && KC % 128 == 0));
 #include "wgmma_tile.cuh"
 #include "wgmma_tiles.cuh"
 
@@ -55,13 +53,9 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     auto ask_x = [&](int n) {
         const int stage = n % STAGES, at = (tile.rank * CHUNKS + n) * KC;
 #pragma unroll
-        for (int b = 0; b < KC / 64 / SHARE; b++) {
-            const int box = SHARE > 1 ? cluster_rank() * (KC / 64 / SHARE) + b : b;
-            const unsigned to = ring + stage * STAGE + box * ROWS * 128;
-            if (SHARE > 1)
-                tma_load_multicast(to, of_x, at + box * 64, tile.row, full + stage);
-            else
-                tma_load(to, of_x, at + box * 64, tile.row, full + stage);
+        for (int b = 0; b < KC / 64; b++) {
+            const unsigned to = ring + stage * STAGE + b * ROWS * 128;
+            tma_load(to, of_x, at + b * 64, tile.row, full + stage);
         }
     };
     fill_ring(CHUNKS, empty, ask, ask_x);
@@ -78,10 +72,7 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
         multiply_chunk(stage, warp, lane, n > 0, a, sum, [&] {
             // The chunk before has been multiplied, so its stage has been read.
             Barrier* const before = empty + (n + STAGES - 1) % STAGES;
-            if constexpr (SHARE > 1)
-                mbarrier_arrive_at_if(n > 0 && lane < SHARE, before, lane % SHARE);
-            else if (n > 0 && lane == 0)
-                mbarrier_arrive(before);
+            if (n > 0 && lane == 0) mbarrier_arrive(before);
         });
     }
     wgmma_wait<0>();
@@ -100,13 +91,10 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
     float* const sums = (float*)((char*)memory + (ring - smem_address(memory)));
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int width = GATED ? outputs / 2 : outputs;
-    const int columns = (width + OUTS * SHARE - 1) / (OUTS * SHARE);
-    const Tile tile(blockIdx.x / (SPLIT * SHARE), (rows + height - 1) / height, columns, height);
-    if (thread == 0) init_ring(full, empty, THREADS / 32 * SHARE);
-    if constexpr (SHARE > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+    const int columns = (width + OUTS - 1) / OUTS;
+    const Tile tile(blockIdx.x / SPLIT, (rows + height - 1) / height, columns, height);
+    if (thread == 0) init_ring(full, empty, THREADS / 32);
+    __syncthreads();
     if (thread >= THREADS) {
         set_registers<TO_COPY>(false);
         if (warp == THREADS / 32 && elected()) produce(&of_x, weight, ring, full, empty, tile, (width + 15) / 16, height);
@@ -124,7 +112,7 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
         else
             block_sync<THREADS>(1);
         store(sums, bias, y, tile, width, min(height, rows - tile.row));
-        if constexpr (SPLIT * SHARE > 1) cluster_sync();  // no block leaves while another may read or write there
+        if constexpr (SPLIT > 1) cluster_sync();  // no block leaves while another may read or write there
     }
 #endif
 }

@@ -17,7 +17,7 @@ ROWS = range(33, 257)
 TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
 LENGTHS = (256, 128, 64)  # inputs of a chunk
 LEAST_STAGES, MAX_STAGES = 3, 16
-CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
+SPLITS = (1, 2, 4)  # blocks that share a tile
 
 
 class Grid(NamedTuple):
@@ -36,11 +36,9 @@ class WgmmaConfig(NamedTuple):
     rows: int  # of a tile, at most
     inputs: int  # of a chunk
     split: int  # blocks of a cluster that share a tile, each a part of its inputs
-    share: int = 1  # blocks of a cluster that have tiles of the same rows, and x together
 
     def blocks(self, rows: int, outputs: int) -> int:
-        tiles = -(-outputs // (self.outputs * self.share)) * self.share
-        return tiles * -(-rows // self.rows) * self.split
+        return -(-outputs // self.outputs) * -(-rows // self.rows) * self.split
 
     def stages(self, layout: Layout) -> tuple[int, int]:
         """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_wgmma.cu lays it out:
@@ -55,12 +53,12 @@ class WgmmaConfig(NamedTuple):
         return self.stages(layout)[1]
 
     def sizes(self, rows: int, inputs: int, layout: Layout) -> dict[str, jit.Size]:
-        of = dict(ROWS=self.rows, GROUPS=self.outputs // 64, SPLIT=self.split, SHARE=self.share)
+        of = dict(ROWS=self.rows, GROUPS=self.outputs // 64, SPLIT=self.split)
         return dict(KC=self.inputs, STAGES=self.stages(layout)[0], **of)
 
     def grid(self, rows: int, outputs: int, layout: Layout, num_sms: int) -> Grid:
         height = -(-rows // -(-rows // self.rows))
-        return Grid(self.blocks(rows, outputs), self.outputs * 2 + 128, self.split * self.share, height)
+        return Grid(self.blocks(rows, outputs), self.outputs * 2 + 128, self.split, height)
 
 
 class Costs(NamedTuple):
@@ -113,13 +111,13 @@ def time(
     benchmarks/results/h200-quantized-ways-2026-11-25.jsonl) 169 times are off by 5.7 %, and what it chooses takes 0.2 %
     longer than the fastest, at most 4.7 %. What `--fit` finds is off by 5.4 % and chooses the same.
     """
-    row_tiles, at_once = -(-rows // config.rows), blocks_at_once(config.split * config.share, num_sms)
+    row_tiles, at_once = -(-rows // config.rows), blocks_at_once(config.split, num_sms)
     weights = config.outputs * layout.bytes / layout.inputs  # bytes, of 16 inputs
 
     def wave(count: int) -> float:
         multiplied, widened = config.outputs * config.rows / costs.matmul, config.outputs * layout.widening
         each = max(count / costs.second_level, 1 / costs.second_level_each)
-        second_level = (weights + config.rows * 32 / config.share) * each
+        second_level = (weights + config.rows * 32) * each
         memory = weights * count / row_tiles / costs.memory
         # They overlap, but none of them wholly.
         all_parts = multiplied, widened, second_level, memory
@@ -136,10 +134,10 @@ def configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[Wgm
     for outputs, height in TILES:
         if height >= 2 * rows:
             continue
-        for split, share in CLUSTERS:
+        for split in SPLITS:
             for length in LENGTHS:
-                config = WgmmaConfig(outputs, height, length, split, share)
-                even = outputs // (1 + gated) % (4 * split) == length // 64 % share == 0
+                config = WgmmaConfig(outputs, height, length, split)
+                even = outputs // (1 + gated) % (4 * split) == 0
                 whole = inputs % (length * split) == length % layout.inputs == 0
                 if even and whole and config.stages(layout)[0] >= LEAST_STAGES:
                     yield config

@@ -7,12 +7,12 @@ struct Tile {
     int first, row, rank;  // output of y, row, part of the inputs
 
     // This block's of a cluster's tiles `at`: neighbours share W, and BAND runs of rows take all columns before others
-    // do, so that the second-level cache has their x. columns: runs of OUTS * SHARE outputs.
+    // do, so that the second-level cache has their x. columns: runs of OUTS outputs.
     __device__ Tile(int at, int row_tiles, int columns, int height) {
         const int runs = (row_tiles + OVER - 1) / OVER, band = at / (BAND * columns) * BAND;
         const int here = min(BAND, runs - band), rest = at - band * columns;
-        first = (rest / here * SHARE + blockIdx.x % SHARE) * OUTS;
-        row = ((band + rest % here) * OVER + blockIdx.x / SHARE % OVER) * height, rank = blockIdx.x % SPLIT;
+        first = (unsigned)(rest / here) * OUTS;
+        row = ((band + rest % here) * OVER + blockIdx.x % OVER) * height, rank = blockIdx.x % SPLIT;
     }
 };
 

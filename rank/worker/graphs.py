@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import cast
 
 import torch
@@ -27,8 +27,8 @@ from ..model.base import BESIDE, Model
 from ..model.batch import Batch
 from ..model.cache_spec import Caches
 from ..model.formats._part import Part
-from ..model.layers.linear import Linear, QKVParallel, RowParallel
-from ..model.layers.mla import LatentProjection, PlainColumnParallel
+from ..model.layers.linear import Linear, RowParallel
+from ..model.layers.mla import PlainColumnParallel
 from .decode_batch import DeviceDecodeBatch
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
@@ -71,16 +71,13 @@ def gemm_variants(model: Model, max_num_seqs: int, tokens: int, device: torch.de
     few = [size for size in sizes if size <= MAX_ROWS]
     packed = dict[Hashable, tuple[Part, str]]()  # quantised weights, with their gates
     for module in _linears(model):
-        gate, alone = getattr(module, "activation", ""), model.tensor.size == 1
+        gate = module.activation
         if (matrix := module.matrix) is not None:
-            # Without tensor parallelism a GEMM fuses the norm before it, except in a pipeline stage's first sublayer.
-            first = isinstance(module, QKVParallel | LatentProjection)
-            for norm in (False, True) if alone and first else (alone and bool(gate),):
-                yield from linear.variants(few, matrix, gate, module.added_bias is not None, norm, found)
+            yield from linear.variants(few, matrix, gate, module.added_bias is not None, found)
         else:
             gate = gate if len(module.parts) == 1 else ""  # else its outputs are gated together
-            for part in module.parts:
-                packed.setdefault(_kind(cast(Part, part), gate), (cast(Part, part), gate))
+            for part in cast(Iterable[Part], module.parts):
+                packed.setdefault(_kind(part, gate), (part, gate))
     for rows in sizes, eager_sizes(tokens):
         for part, gate in packed.values():
             yield from part.variants(rows, gate, model.dtype, found)
@@ -88,9 +85,8 @@ def gemm_variants(model: Model, max_num_seqs: int, tokens: int, device: torch.de
 
 def _kind(part: Part, gate: str) -> Hashable:
     """Facts that the kernels of quantised weights depend on: layers have the same."""
-    packed = (x for one in part.modules() for x in getattr(one, "packed", ()))  # a part may consist of several
-    sizes = (x.shape if isinstance(x, Tensor) else x for x in packed)
-    return type(part), getattr(part, "codec", None), gate, part.added_bias is None, *sizes
+    sizes = (x.shape if isinstance(x, Tensor) else x for x in part.packed or ())
+    return type(part.packed), gate, part.added_bias is None, *sizes
 
 
 def _linears(model: Model) -> Iterator[Linear]:

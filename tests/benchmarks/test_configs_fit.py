@@ -11,7 +11,7 @@ def line(rows, costs):
     """A line as benchmarks/quantized.py --ways writes it."""
     found = dict(what="q8_0", rows=rows, outputs=6144, inputs=4096, bf16=1.0, gemv1a8b2=2.0)
     for config in quantized_wgmma.configs(rows, 4096, cuda_layouts.Q8_0, False):
-        name = "m{}n{}k{}s{}x{}".format(*config)
+        name = "m{}n{}k{}s{}".format(*config)
         found[name] = quantized_wgmma.time(config, rows, 6144, 4096, cuda_layouts.Q8_0, 132, costs) / configs_fit.CYCLES
     return found
 
@@ -31,7 +31,7 @@ def test_costs_that_made_the_times_are_found(monkeypatch):
 def test_lines_of_other_kernels_and_of_the_file_that_is_kept():
     kept = dict(format="q4_k", rows=64, outputs=6144, inputs=4096)
     kept["us"] = {"bf16": 15.0, "(256, 64, 128, 4, 1, 1)": 16.0, "(256, 64, 128, 4, 1, 0)": 17.0}
-    assert configs_fit.of_registers(kept).times == {WgmmaConfig(256, 64, 128, 4, 1): 16.0}
+    assert configs_fit.of_registers(kept).times == {WgmmaConfig(256, 64, 128, 4): 16.0}
     of_e4m3 = dict(what="fp8", rows=64, outputs=6144, inputs=4096, e128n64s1x1w1m64=9.0)
     assert not configs_fit.of_registers(of_e4m3).times
     (config,) = configs_fit.of_e4m3(of_e4m3 | dict(e128n64s1x2w1m64=8.0)).times

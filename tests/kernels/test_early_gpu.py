@@ -8,7 +8,6 @@ from phalanx.kernels import jit
 from phalanx.kernels.attention import decode
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.embedding import embedding
-from phalanx.kernels.gemm import gemv
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
 from phalanx.kernels.rope import rope
@@ -66,15 +65,12 @@ class Step:
         pause()
         x = None
         for qkv, out, cache in zip(self.qkv, self.out, caches, strict=True):
-            if x is not None and gemv.supports_norm(x, residual, self.norm, qkv):
-                made, residual = gemv.normed_linear(x, residual, self.norm, 1e-5, qkv)
+            if x is None:
+                x = norm.rms_norm(residual, self.norm, 1e-5)
             else:
-                if x is None:
-                    x = norm.rms_norm(residual, self.norm, 1e-5)
-                else:
-                    x, residual = norm.add_rms_norm(x, residual, self.norm, 1e-5)
-                pause()
-                made = linear(x, qkv)
+                x, residual = norm.add_rms_norm(x, residual, self.norm, 1e-5)
+            pause()
+            made = linear(x, qkv)
             pause()
             q, k, v = made.view(self.rows, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
             seen = torch.empty(self.rows, HEADS, DIM, device="cuda", dtype=torch.float16)

@@ -71,9 +71,6 @@ class HyperNormed(Normed):
         self._value = value[rows]
         self.stream.keep(rows)
 
-    def linear(self, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
-        return None
-
     def packed_linear(self, packed: object, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
         return None
 

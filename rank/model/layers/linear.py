@@ -21,6 +21,8 @@ from .residual import Normed, Partial
 class Linear(nn.Module):
     """x W^T + b of this rank's slice of W [outputs, inputs]: parts of one or several formats, side by side."""
 
+    activation = ""  # where the outputs are gate over up
+
     def __init__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool):
         super().__init__()
         self.inputs, self.outputs, self.biased = inputs, tuple(outputs), bias
@@ -63,12 +65,6 @@ class Linear(nn.Module):
         """The packed weight, or None."""
         return None if (part := self.only_part) is None else part.packed
 
-    def of_norm(self, h: Normed, gate: str = "") -> Tensor | None:
-        """The linear of a norm, gated by an activation or not, where kernels of the two are fused."""
-        if (matrix := self.matrix) is not None:
-            return h.linear(matrix, gate, self.added_bias)
-        return h.packed_linear(self.packed_matrix, gate, self.added_bias)
-
     def multiply(self, x: Tensor) -> Tensor:
         """x [T, inputs] of this rank; returns its [T, outputs]."""
         if (part := self.only_part) is not None:
@@ -83,7 +79,7 @@ class ColumnParallel(Linear):
         """h: [T, inputs]. Returns this rank's outputs, one after the other, [T, outputs]."""
         if isinstance(h, Tensor):
             return self.multiply(h)
-        y = self.of_norm(h)
+        y = h.packed_linear(self.packed_matrix, "", self.added_bias)
         return self.multiply(h.tensor()) if y is None else y
 
 
@@ -98,7 +94,7 @@ class GatedColumnParallel(Linear):
     def forward(self, h: Normed | Tensor) -> Tensor:
         """h: [T, inputs]. Returns this rank's part of the gated outputs, [T, outputs]."""
         if isinstance(h, Normed):
-            if (y := self.of_norm(h, self.activation)) is not None:
+            if (y := h.packed_linear(self.packed_matrix, self.activation, self.added_bias)) is not None:
                 return y
             h = h.tensor()
         if (part := self.only_part) is not None:

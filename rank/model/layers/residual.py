@@ -3,8 +3,8 @@
 A layer's sublayer ends in a sum over the tensor group and the next one begins with a norm. Neither is computed where
 the layer names it: `Partial` is a row-parallel linear that is not multiplied yet, `Normed` a norm that is not
 read yet, `PostNormed` a sublayer's own norm that is not added yet. Whoever reads them knows most and so chooses the
-kernel: one for all-reduce, add and norm; one for GEMM and all-reduce; a GEMM that norms its own rows; one for a
-sublayer's norm, the addition and the next norm; a norm that makes e4m3.
+kernel: one for all-reduce, add and norm; one for GEMM and all-reduce; one for a sublayer's norm, the addition and the
+next norm; a norm that makes e4m3.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ....comm.base import Comm, FusedComm, Work, all_reduce_add_norm
-from ....kernels.gemm import gemv
 from ....kernels.norm.norm import norm_add_norm, sum_add_rms_norm
 from ....kernels.quantized import e4m3_rows, packed_gemm
 from ....kernels.quantized.e4m3_rows import E4m3Rows
@@ -234,19 +233,6 @@ class Normed:
         self._rows = None
         self.stream.value = self.stream.read()[rows]
 
-    def linear(self, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
-        """The linear of the norm, gated by an activation or not, as one kernel, where there is one and it is faster."""
-        stream, x, by = self.stream, self.stream.pending, self.norm.rms_weight
-        if self._value is not None or self._work is not None or not isinstance(x, Partial) or x.group.size > 1:
-            return None
-        # Asked before the part is made, which the kernel of the norm may add up from its terms.
-        if by is None or not gemv.supports_norm(stream.value, stream.value, by, weight, bias):
-            return None
-        part = x.local()
-        stream.pending = None
-        y, stream.value = gemv.normed_linear(part, stream.value, by, self.norm.eps, weight, gate, bias)
-        return y
-
     def packed_linear(self, packed: Any, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
         """The linear of a quantised weight by two kernels, where the one for FP8 takes what that of the norm makes."""
         if packed_gemm.takes_e4m3(self.stream.value, packed, bias) and (rows := self._e4m3()) is not None:
@@ -292,9 +278,6 @@ class Unnormed(Normed):
 
     def keep(self, rows: Tensor) -> None:
         self.stream.value = self.stream.read()[rows]
-
-    def linear(self, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
-        return None
 
     def packed_linear(self, packed: Any, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
         return None

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.gemm import gemv, linear, pipelined_gemm
-from phalanx.kernels.norm import norm
+from phalanx.kernels.gemm import linear, pipelined_gemm
 from torch.nn.functional import gelu, silu
 
 from ...devices import needs_tma, require_gpu
@@ -27,28 +26,6 @@ def test_gemms_of_few_rows(rows, outputs, inputs, dtype):
         want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         assert apart(linear.linear(x, weight, bias), want) < 4e-3
         assert apart(linear.gated_linear(x, weight, bias=bias), gate(want, dtype)) < 4e-3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("outputs, inputs", [(64, 512), (6144, 4096), (28672, 4096), (192, 1536), (128, 8192)])
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("gated", ["", "silu", "gelu_tanh"])
-def test_gemvs_that_norm_their_rows(gated, rows, outputs, inputs, dtype):
-    """Compared with the two operations; x and the residual stay as they are, as other blocks read them."""
-    x, residual, norm_weight = (torch.randn(*n, inputs, device="cuda").to(dtype) for n in ((rows,), (rows,), ()))
-    weight = torch.randn(outputs, inputs, device="cuda").to(dtype) / 8
-    before = x.clone(), residual.clone()
-    assert gemv.supports_norm(x, residual, norm_weight, weight) is (rows * inputs <= gemv.NORMED)
-    normed, total = norm.add_rms_norm_reference(x.clone(), residual.clone(), norm_weight, 1e-5)
-    want = normed.double() @ weight.double().T
-    for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
-        want += 0 if bias is None else bias.double()
-        y, stream = gemv.normed_linear(x, residual, norm_weight, 1e-5, weight, gated, bias)
-        assert torch.equal(stream, total) and torch.equal(x, before[0]) and torch.equal(residual, before[1])
-        assert apart(y, gate(want, dtype, gated) if gated else want) < 4e-3
-    odd = torch.empty(rows * inputs + 1, device="cuda", dtype=dtype)[1:].view(rows, inputs)
-    assert not gemv.supports_norm(x, odd, norm_weight, weight)
-    assert not gemv.supports_norm(x, residual, norm_weight.float(), weight)
 
 
 def gate(y, dtype, act="silu"):

@@ -5,10 +5,10 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.comm.base import FusedComm
 from phalanx.errors import FatalError
-from phalanx.kernels.norm.norm import add_rms_norm, layer_norm, rms_norm
+from phalanx.kernels.norm.norm import layer_norm, rms_norm
 from phalanx.rank.model.formats import dense
 from phalanx.rank.model.layers import residual
-from phalanx.rank.model.layers.linear import ColumnParallel, GatedColumnParallel, Linear, RowParallel
+from phalanx.rank.model.layers.linear import ColumnParallel, Linear, RowParallel
 from phalanx.rank.model.layers.mlp import MLP, activation
 from phalanx.rank.model.layers.norm import AddLayerNorm, AddRMSNorm
 from phalanx.rank.model.layers.residual import PostNormed, ResidualStream
@@ -179,41 +179,6 @@ def test_a_row_parallel_bias_is_added_once():
     assert (biased - plain).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("gated", ["", "silu"])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_first_linear_may_norm_its_rows_itself(monkeypatch, gated, biased, size):
-    """One kernel adds, norms and multiplies for a lone rank; a second reader finds the stream added up."""
-    fused = []
-
-    def normed_linear(x, stream, weight, eps, matrix, gated, bias):
-        normed, total = add_rms_norm(x.clone(), stream.clone(), weight, eps)
-        fused.append(gated)
-        y = normed @ matrix.T + (bias if biased else 0)
-        return (torch.nn.functional.silu(y[:, :INNER]) * y[:, INNER:] if gated else y), total
-
-    monkeypatch.setattr(residual.gemv, "supports_norm", lambda *_: True)
-    monkeypatch.setattr(residual.gemv, "normed_linear", normed_linear)
-
-    def rank(grid):
-        down, norm, value, x = parts(grid)
-        alone = mesh.build(grid.world.split(grid.world.rank, 0), 1, 1)
-        make = GatedColumnParallel(HIDDEN, INNER, alone, "silu", biased)
-        linear = filled(make if gated else ColumnParallel(whole(HIDDEN), (whole(INNER),), biased))
-        stream = ResidualStream(value)
-        stream.add(down(x))
-        normed = norm(stream)
-        first = linear(normed)
-        return first, linear(normed), linear(normed.tensor()), stream.read()
-
-    total, want = plain()
-    first, again, third, value = world(rank, size)
-    assert fused == ([gated] if size == 1 else [])
-    torch.testing.assert_close(first, again, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(first, third, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(value, total, atol=1e-5, rtol=1e-4)
-
-
 def test_rows_that_are_kept_are_those_of_the_stream_and_of_the_norm():
     def rank(grid):
         down, norm, value, x = parts(grid)
@@ -234,7 +199,7 @@ def test_rows_that_are_kept_are_those_of_the_stream_and_of_the_norm():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("how", ["read", "begun", "whole", "nothing pending"])
 def test_a_layer_norm_plays_the_same_part(size, bias, how, monkeypatch):
-    """Even where the group, or a GEMM, fuses RMS norms."""
+    """Even where the group fuses RMS norms."""
 
     def rank(grid):
         down, _, value, x = parts(grid)
@@ -248,8 +213,7 @@ def test_a_layer_norm_plays_the_same_part(size, bias, how, monkeypatch):
             normed.begin()
         elif how == "nothing pending":
             stream.read()
-        assert normed.linear(norm.weight[None]) is None  # kernels that norm their rows know RMS norms
-        assert normed.packed_linear(norm.weight[None]) is None
+        assert normed.packed_linear(norm.weight[None]) is None  # kernels that norm their rows know RMS norms
         return normed.tensor(), normed.tensor(), stream.read(), norm.weight, norm.bias if bias else norm.weight
 
     class Fused(threads.ThreadComm, FusedComm):
@@ -260,7 +224,6 @@ def test_a_layer_norm_plays_the_same_part(size, bias, how, monkeypatch):
 
     monkeypatch.setattr(threads, "ThreadComm", Fused)
     monkeypatch.setattr(residual.packed_gemm, "takes_e4m3", lambda *_: True)
-    monkeypatch.setattr(residual.gemv, "supports_norm", lambda *_: True)
     total, _ = plain()
     got, again, value, weight, added = world(rank, size)
     want = layer_norm(total, weight, added if bias else None, 1e-5)
@@ -270,19 +233,11 @@ def test_a_layer_norm_plays_the_same_part(size, bias, how, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [AddRMSNorm, AddLayerNorm])
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kept", [None, [3, 1], []])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_parallel_block_reads_its_norm_twice(monkeypatch, kind, fused, kept, size):
-    """Attention may fuse the norm, and keeps the sampled rows in the last layer; the MLP's norm is then that of the
+def test_a_parallel_block_reads_its_norm_twice(kind, kept, size):
+    """Attention keeps the sampled rows in the last layer; the MLP's norm is then that of the
     stream, which is added up once."""
-
-    def normed_linear(x, stream, weight, eps, matrix, gated, bias):
-        normed, total = add_rms_norm(x.clone(), stream.clone(), weight, eps)
-        return normed @ matrix.T, total
-
-    monkeypatch.setattr(residual.gemv, "supports_norm", lambda *_: fused)
-    monkeypatch.setattr(residual.gemv, "normed_linear", normed_linear)
 
     def rank(grid):
         down, _, value, x = parts(grid)
