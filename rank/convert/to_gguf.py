@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import MODEL, FatalError
 from ..gguf import architectures as gguf_architectures
 from ..gguf import mixes
-from ..gguf.architectures import _common
+from ..gguf.architectures import Architecture, _common
 from ..gguf.checkpoint import NUMBER, added_to, orders_of, part_of
 from ..gguf.types import BY_NAME
 from ..model import architectures
@@ -72,7 +72,7 @@ def write(source: Path, file: Path, to: str, tokenizer: dict[str, Any], device: 
             MODEL,
         )
     architecture = gguf_architectures.find(name)
-    name = getattr(architecture, "NAME", name)
+    name = architecture.NAME or name
     index = read_index(source)
     plan = _plan(config, architecture, index, TARGETS[to][0])
     orders = orders_of(architecture, _keys(config))
@@ -111,7 +111,7 @@ def differences(source: Path, file: Path) -> list[str]:
     name = gguf_architectures.of_model(configs[0].model_type)
     assert name is not None  # the file is there
     of_tower = {one.name for one in dataclasses.fields(SeeingArgs)} - {one.name for one in dataclasses.fields(Args)}
-    anew = (*of_tower, *SPELLED_ANEW, *REACHES, *getattr(gguf_architectures.find(name), "SPELLED_ANEW", ()))
+    anew = (*of_tower, *SPELLED_ANEW, *REACHES, *gguf_architectures.find(name).SPELLED_ANEW)
     for one in dataclasses.fields(there):
         mine, its = getattr(there, one.name), getattr(here, one.name, None)
         if not mine or one.name in anew:
@@ -137,7 +137,7 @@ def _reach(args: Any, index: int) -> str:
     return f"a window of {window} tokens" if window else "full attention"
 
 
-def _plan(config: Config, architecture: Any, index: Index, mix: str) -> list[Planned]:
+def _plan(config: Config, architecture: Architecture, index: Index, mix: str) -> list[Planned]:
     model = architectures.find(config.model_type).Model
     known = Places(architecture)
     tied = bool(config.raw.get("tie_word_embeddings"))
@@ -168,7 +168,7 @@ def _plan(config: Config, architecture: Any, index: Index, mix: str) -> list[Pla
         shape = index.headers[index.files[sources[0]]][sources[0]].shape
         if len(shape) < (3 if "_exps." in name else 2 if part_of(name) in known.stacked else 0):
             shape = (len(sources), *shape)
-        if (axis := getattr(architecture, "ONES", {}).get(part_of(name))) is not None:
+        if (axis := architecture.ONES.get(part_of(name))) is not None:
             shape = (*shape[:axis], *shape[axis + 1 :])
         found.append(Planned(name, _type_of(name, shape, mix, config, tied), shape, sources))
     return sorted(found, key=lambda one: _order(one.name))
@@ -184,16 +184,16 @@ def _of_experts(part: gguf_experts.Part, known: Places, sources: list[str], mix:
 class Places:
     """Names in a file of this architecture for each tensor of a checkpoint: the reverse of its tables."""
 
-    def __init__(self, architecture: Any):
-        tensors, endings = architecture.TENSORS, getattr(architecture, "ENDINGS", {})
+    def __init__(self, architecture: Architecture):
+        tensors, endings = architecture.TENSORS, architecture.ENDINGS
         self._names, special = {}, set()  # with their endings
         for theirs, ending in endings.items():
             part, _, usual = theirs.rpartition(".")
             special.add(key := f"blk.{{}}.{part}")
             self._names[f"{tensors[key]}.{ending}"] = f"{key}.{usual}"
         self._parts = {ours: key for key, ours in tensors.items() if key not in special}
-        self._numbers = set(getattr(architecture, "PER_LAYER", {}).values())
-        self.stacked: dict[str, str] = getattr(architecture, "STACKED", {})
+        self._numbers = set(architecture.PER_LAYER.values())
+        self.stacked = architecture.STACKED
         self._rows = [f".{rows}." for rows in set(self.stacked.values())]
 
     def of(self, name: str) -> str | None:
@@ -236,13 +236,13 @@ def _keys(config: Config) -> dict[str, Any]:
     return vars(args) | given | derived | {"model_type": config.model_type, "head_dim": config.head_dim}
 
 
-def _numbers(writer: Any, source: Path, index: Index, config: Config, architecture: Any) -> None:
+def _numbers(writer: Any, source: Path, index: Index, config: Config, architecture: Architecture) -> None:
     """Tensors of one element that files have among their metadata."""
     layers = range(config.num_layers)
-    for key, ours in getattr(architecture, "PER_LAYER", {}).items():
+    for key, ours in architecture.PER_LAYER.items():
         names = [ours.format(i) for i in layers]
         _add(writer, key, [float(_tensor(source, index, name)) for name in names])
-    for key, value in getattr(architecture, "FIXED", {}).items():
+    for key, value in architecture.FIXED.items():
         _add(writer, key, [value for _ in layers])
 
 
@@ -260,7 +260,7 @@ def _type_of(name: str, shape: tuple[int, ...], mix: str, config: Config, tied: 
     return mixes.fitting(mixes.type_of(mix, part, layer, sizes_of(config)), shape[-1])
 
 
-def _read(source: Path, index: Index, one: Planned, order: Order | None, architecture: Any) -> Tensor:
+def _read(source: Path, index: Index, one: Planned, order: Order | None, architecture: Architecture) -> Tensor:
     """In the form and order that files have it."""
     tensors = [_tensor(source, index, name) for name in one.sources]
     if one.make is not None:
@@ -269,7 +269,7 @@ def _read(source: Path, index: Index, one: Planned, order: Order | None, archite
     if order is not None:
         axis = weight.dim() - 1 if order.columns else 0
         weight = weight.index_select(axis, places(order, torch.arange(weight.shape[axis])))
-    if part_of(one.name) in getattr(architecture, "LOGARITHMS", ()):
+    if part_of(one.name) in architecture.LOGARITHMS:
         weight = -weight.float().exp()
     if added := added_to(architecture, one.name):
         weight = weight.float() + added
@@ -300,16 +300,15 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def _metadata(
-    writer: Any, config: Config, architecture: Any, to: str, tokenizer: dict[str, Any]
+    writer: Any, config: Config, architecture: Architecture, to: str, tokenizer: dict[str, Any]
 ) -> dict[str, list[float]]:
     """Returns vectors that are tensors in the file."""
     raw = _keys(config)
     rope, vectors = _common.rope_keys(raw)
-    more: Callable[[dict[str, Any]], dict[str, Any]] = getattr(architecture, "keys", lambda raw: {})
     writer.add_name(config.path.resolve().name)
     writer.add_file_type(TARGETS[to][1])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for key, value in (_common.keys(raw) | rope | more(raw)).items():
+    for key, value in (_common.keys(raw) | rope | architecture.keys(raw)).items():
         _add(writer, f"{writer.arch}.{key}", value)
     for key, value in tokenizer.items():
         _add(writer, key, value)

@@ -9,6 +9,7 @@ from typing import Any
 from ...errors import MODEL, FatalError
 from ..safetensors_header import Entry, Index, Order
 from . import architectures, towers
+from .architectures import Architecture
 from .header import Header, Tensor, read
 from .metadata import Metadata
 
@@ -101,7 +102,7 @@ def read_index(path: Path) -> Index:
     index = Index({}, {}, path=str(path))
     for header in found:
         entries = _entries(header, architecture, keys, index)
-        for key, ours in getattr(architecture, "PER_LAYER", {}).items():
+        for key, ours in architecture.PER_LAYER.items():
             entries |= _numbers(header, key, ours, keys["num_hidden_layers"])
         _add(index, header.file.name, entries)
     if (tower := _tower(mmproj(path))) is not None:
@@ -115,7 +116,7 @@ def _add(index: Index, file: str, entries: dict[str, Entry]) -> None:
     index.files |= dict.fromkeys(entries, file)
 
 
-def _entries(header: Header, architecture: Any, keys: dict[str, Any], index: Index) -> dict[str, Entry]:
+def _entries(header: Header, architecture: Architecture, keys: dict[str, Any], index: Index) -> dict[str, Entry]:
     """A file's tensors. index: has those of the files before it."""
     orders, entries = orders_of(architecture, keys), dict[str, Entry]()
     for name, tensor in header.tensors.items():
@@ -123,10 +124,10 @@ def _entries(header: Header, architecture: Any, keys: dict[str, Any], index: Ind
         if not ours:
             continue
         part = part_of(name)
-        if part in getattr(architecture, "STACKED", {}):
+        if part in architecture.STACKED:
             made = _rows(ours, architecture.STACKED[part], tensor)
         else:
-            tensor = tensor._replace(shape=_with_one(tensor.shape, getattr(architecture, "ONES", {}).get(part)))
+            tensor = tensor._replace(shape=_with_one(tensor.shape, architecture.ONES.get(part)))
             order = orders.get(part)
             _check_order(f"{header.file}: {name}", order, tensor)
             made = {ours: _entry(architecture, name, tensor, order)}
@@ -139,14 +140,14 @@ def _entries(header: Header, architecture: Any, keys: dict[str, Any], index: Ind
     return entries
 
 
-def _tower(file: Path | None) -> tuple[Metadata, Any, dict[str, Any]] | None:
+def _tower(file: Path | None) -> tuple[Metadata, Architecture, dict[str, Any]] | None:
     """The metadata of a mmproj file, how its tensors are called, and sizes that their orders need."""
     if file is None:
         return None
     m = Metadata([read(file)])
-    tensors = towers.Tensors(towers.find(m), m)
+    architecture = towers.find(m).architecture(m)
     head_dim = towers.size(m, "embedding_length") // towers.size(m, "attention.head_count")
-    return m, tensors, {"head_dim": head_dim}
+    return m, architecture, {"head_dim": head_dim}
 
 
 def spelled(path: Path, name: str) -> str:
@@ -164,7 +165,7 @@ def spelled(path: Path, name: str) -> str:
     return name
 
 
-def _architecture(m: Metadata) -> Any:
+def _architecture(m: Metadata) -> Architecture:
     name = architectures.spelled(m.architecture)
     if name not in architectures.supported():
         raise FatalError(
@@ -175,18 +176,18 @@ def _architecture(m: Metadata) -> Any:
     return architectures.find(name)
 
 
-def _rename(architecture: Any, name: str) -> str:
+def _rename(architecture: Architecture, name: str) -> str:
     """Empty: it is not read as a weight. Of a tensor that the table does not know its own name."""
     numbers, pattern = NUMBER.findall(name), NUMBER.sub("{}", name)
     if pattern in architecture.TENSORS:  # one without an ending
-        return str(architecture.TENSORS[pattern].format(*numbers))
+        return architecture.TENSORS[pattern].format(*numbers)
     stem, _, ending = pattern.rpartition(".")
     if (of_this := name.rpartition(".")[0]) in architecture.TENSORS:  # with its number
         stem = of_this
     if stem not in architecture.TENSORS:
         return name
     ours = architecture.TENSORS[stem]
-    ending = getattr(architecture, "ENDINGS", {}).get(pattern.rpartition("{}.")[2], ending)
+    ending = architecture.ENDINGS.get(pattern.rpartition("{}.")[2], ending)
     return f"{ours.format(*numbers)}.{ending}" if ours else ""
 
 
@@ -195,16 +196,16 @@ def part_of(name: str) -> str:
     return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
-def orders_of(architecture: Any, keys: dict[str, Any]) -> dict[str, Order]:
+def orders_of(architecture: Architecture, keys: dict[str, Any]) -> dict[str, Order]:
     """Parts of tensors' names that the file has in another order than the model."""
-    found = {part: Order(keys["head_dim"] // 2, 2) for part in getattr(architecture, "PAIRED", ())}
-    return found | (architecture.orders(keys) if hasattr(architecture, "orders") else {})
+    found = {part: Order(keys["head_dim"] // 2, 2) for part in architecture.PAIRED}
+    return found | architecture.orders(keys)
 
 
-def added_to(architecture: Any, name: str) -> float:
+def added_to(architecture: Architecture, name: str) -> float:
     """The number that files add to each element of a tensor."""
-    changed = name.endswith("norm.weight") and part_of(name) not in getattr(architecture, "UNCHANGED", ())
-    return float(getattr(architecture, "ADDED", 0.0)) if changed else 0.0
+    changed = name.endswith("norm.weight") and part_of(name) not in architecture.UNCHANGED
+    return architecture.ADDED if changed else 0.0
 
 
 def _keeps_groups(order: Order | None, tensor: Tensor) -> bool:
@@ -228,8 +229,8 @@ def _with_one(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
     return (*others[:axis], 1, *others[axis:])
 
 
-def _entry(architecture: Any, name: str, tensor: Tensor, order: Order | None) -> Entry:
-    logarithms = part_of(name) in getattr(architecture, "LOGARITHMS", ())
+def _entry(architecture: Architecture, name: str, tensor: Tensor, order: Order | None) -> Entry:
+    logarithms = part_of(name) in architecture.LOGARITHMS
     added = added_to(architecture, name)
     return Entry(tensor.type.name, tensor.shape, tensor.start, tensor.stop, order, added, logarithms)
 

@@ -1,19 +1,15 @@
-"""One file per kind of mmproj file, named after `clip.projector_type`: towers that make features of images.
-
-Each has `config(m)`, which gives the keys of config.json that join the text model's, `TENSORS`, from the file's
-names to the tower's, as in rank/gguf/architectures, and `MODELS`, from the text model's model_type to the whole one's.
-It may have `tensors(m)` in place of `TENSORS` where names depend on the file, `PAIRED`, `ADDED` and `UNCHANGED` as in
-rank/gguf/architectures, and `TOKENS`, keys of config.json that are numbers of tokens by the tokens' texts.
-"""
+"""One file per kind of mmproj file, named after `clip.projector_type`: towers that make features of images, as `Tower`
+lists what they have."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ....errors import MODEL, FatalError
+from ..architectures import Architecture
 from ..header import read
 from ..metadata import MAX_LAYERS, Metadata
 
@@ -29,17 +25,27 @@ def supported() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
-class Tensors:
-    """How a mmproj file's tensors are called and ordered, in the shape of a file of rank/gguf/architectures."""
+class Tower(NamedTuple):
+    """The contents of a tower's file."""
 
-    def __init__(self, tower: ModuleType, m: Metadata):
-        self.TENSORS: dict[str, str] = tower.tensors(m) if hasattr(tower, "tensors") else tower.TENSORS
-        self.PAIRED: tuple[str, ...] = getattr(tower, "PAIRED", ())
-        self.ADDED, self.UNCHANGED = getattr(tower, "ADDED", 0.0), getattr(tower, "UNCHANGED", ())
+    MODELS: dict[str, str]  # the text model's model_type → the whole one's
+    config: Callable[[Metadata], dict[str, Any]]  # the keys of config.json that join the text model's
+    TENSORS: dict[str, str] = {}  # the file's names → the tower's, as in rank/gguf/architectures
+    tensors: Callable[[Metadata], dict[str, str]] = lambda m: {}  # in their place, where names depend on the file
+    PAIRED: tuple[str, ...] = ()  # and these as in rank/gguf/architectures
+    ADDED: float = 0.0
+    UNCHANGED: tuple[str, ...] = ()
+    TOKENS: dict[str, str] = {}  # keys of config.json that are numbers of tokens → the tokens' texts
+
+    def architecture(self, m: Metadata) -> Architecture:
+        """How a file's tensors are called and ordered."""
+        return Architecture(
+            self.tensors(m) or self.TENSORS, self.config, self.PAIRED, ADDED=self.ADDED, UNCHANGED=self.UNCHANGED
+        )
 
 
-def find(m: Metadata) -> ModuleType:
-    """The module of a mmproj file. Raises FatalError where its projector is not supported, or there is none."""
+def find(m: Metadata) -> Tower:
+    """The tower of a mmproj file. Raises FatalError where its projector is not supported, or there is none."""
     kind = m.values.get("clip.projector_type") or m.values.get("clip.vision.projector_type")
     if m.architecture != "clip" or not isinstance(kind, str):
         raise FatalError(f"{m.file} is no mmproj file: its metadata have no clip.projector_type", MODEL)
@@ -47,7 +53,8 @@ def find(m: Metadata) -> ModuleType:
         raise FatalError(
             f"{m.file}: the projector {kind!r} is not supported; supported are {', '.join(supported())}", MODEL
         )
-    return importlib.import_module(f".{spelled(kind)}", __name__)
+    found = vars(importlib.import_module(f".{spelled(kind)}", __name__))
+    return Tower(**{name: found[name] for name in Tower._fields if name in found})
 
 
 def config(m: Metadata, text: Metadata, keys: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +67,7 @@ def config(m: Metadata, text: Metadata, keys: dict[str, Any]) -> dict[str, Any]:
     vision = tower.config(m)
     if (made := m.integer("vision.projection_dim", keys["hidden_size"])) != keys["hidden_size"]:
         raise FatalError(f"{m.file} makes features of {made} numbers, not of the model's {keys['hidden_size']}", MODEL)
-    return {"model_type": kind, "text_config": keys} | _tokens(text, getattr(tower, "TOKENS", {})) | vision
+    return {"model_type": kind, "text_config": keys} | _tokens(text, tower.TOKENS) | vision
 
 
 def size(m: Metadata, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:

@@ -127,7 +127,7 @@ def args_of(tmp_path):
     """The Args of a file of the architecture, and the keys that the reader gives."""
 
     def make(reader, **more):
-        name = getattr(architectures.find(reader), "NAME", reader)
+        name = architectures.find(reader).NAME or reader
         epsilon = "attention.layer_norm_epsilon" if reader in LAYER_NORMS else "attention.layer_norm_rms_epsilon"
         writer = gguf.GGUFWriter(tmp_path / "x.gguf", name)
         for key, value in (USUAL | {epsilon: 1e-3} | KEYS.get(reader, {}) | more).items():
