@@ -36,9 +36,11 @@ def find(model_type: str) -> ModuleType:
 
 @functools.cache
 def config_keys(model_type: str) -> ConfigKeys:
-    """CONFIG of the architecture's file, a literal, as the file is read for it and not imported; else the defaults."""
+    """CONFIG of the architecture's file, a literal, as the file is read for it and not imported; else the defaults. Its
+    `like` names the architecture whose keys it has but for its own."""
     file = Path(__file__).with_name(f"{model_type}.py")
     for node in ast.parse(file.read_text(encoding="utf-8")).body if model_type in supported() else ():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CONFIG":
-            return ConfigKeys(**ast.literal_eval(node.value))
+            own = ast.literal_eval(node.value)
+            return config_keys(own.pop("like", ""))._replace(**own)
     return ConfigKeys()

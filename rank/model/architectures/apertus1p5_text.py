@@ -11,18 +11,7 @@ from ..base import Count
 from ..layers.embedding import ParallelLMHead
 from . import apertus
 
-CONFIG = {
-    "defaults": {
-        "rope_theta": 12000000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    }
-}
+CONFIG = {"like": "apertus"}
 
 
 @dataclass(frozen=True, kw_only=True)

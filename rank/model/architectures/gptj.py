@@ -10,16 +10,7 @@ from ..layers.feed_forward import Dense
 from ..layers.rope import Parameters
 from . import llama
 
-CONFIG = {
-    "names": {
-        "n_embd": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-        "activation_function": "hidden_act",
-        "layer_norm_epsilon": "layer_norm_eps",
-    }
-}
+CONFIG = {"like": "gpt2"}
 
 
 @dataclass(frozen=True, kw_only=True)
