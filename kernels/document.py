@@ -10,14 +10,17 @@ from .candidate import Candidate
 from .gemm import linear
 from .moe import moe
 from .moe.moe import ExpertCandidate
+from .quantized import packed_gemm
+from .quantized.packed_gemm import PackedCandidate
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernel-table.md"
-FAMILIES: dict[str, Sequence[Candidate | ExpertCandidate]] = {
+FAMILIES: dict[str, Sequence[Candidate | ExpertCandidate | PackedCandidate]] = {
     "Attention on GPUs": CANDIDATES["cuda"],
     "Attention on CPUs": CANDIDATES["cpu"],
     "Linears of plain weights on GPUs": linear.GPU,
     "Linears of plain weights on CPUs": linear.CPU,
-    "Experts on GPUs, by pairs of a token and one of its experts": moe.CANDIDATES,
+    "Linears of packed weights on GPUs": packed_gemm.CANDIDATES,
+    "Experts on GPUs, by routed tokens (a token and one of its experts)": moe.CANDIDATES,
 }
 HEAD = """\
 # Which kernel is chosen

@@ -19,7 +19,8 @@ from ..activation.activation import gate_sizes
 from ..device import WHOLE_SHARED, DeviceCaps, device_caps
 from ..quantized import cuda_layouts, e4m3_wgmma, packed_gemm
 from ..quantized.e4m3_wgmma import E4m3Config
-from ..quantized.packed_gemm import N_TILE, Layout
+from ..quantized.packed_gemm import Layout
+from ..quantized.packed_layouts import N_TILE
 from ..quantized.quantized_gemm import LARGE
 from ..quantized.quantized_wgmma import blocks_at_once
 from ..quantized.stack import Stack

@@ -17,10 +17,9 @@ from ..cpp import ops
 from . import packing_cpu
 from .codec import SuperBlock
 from .ggml_types import Decoded
-from .packed_layouts import OUTPUTS, Table, Tables
+from .packed_layouts import N_TILE, ZERO, Table, Tables
 
 RUN = 32  # inputs whose codes lie together
-ZERO = 8  # the zero point of int4 where none is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Layout:
     @property
     def bits(self) -> float:
         """Bits of a weight, with its share of the rest."""
-        return self.bytes * 8 / (OUTPUTS * self.inputs)
+        return self.bytes * 8 / (N_TILE * self.inputs)
 
 
 class Packed(NamedTuple):
@@ -61,7 +60,7 @@ class Packed(NamedTuple):
         made = dtype if dtype in ops.SUFFIXES else torch.float32
         y = self.blocks.new_empty(last - first, self.inputs, dtype=made)
         source, name, inputs, zero = self.layout.source, self.layout.name, self.layout.inputs, self.layout.zero
-        blocks = self.blocks[first // OUTPUTS :]
+        blocks = self.blocks[first // N_TILE :]
         ops.typed(source, f"{name}_dequantize", made)(blocks, y, self.inputs, last - first, inputs, zero)
         return y.to(dtype)
 
@@ -71,7 +70,7 @@ def pack(layout: Layout, codes: Tensor, **tables: Tensor) -> Packed:
     (table, *others), head = layout.tables.repeated, layout.tables.head
     if others or not (packing_cpu.readable(codes) and ops.available()):
         return Packed(layout.tables.pack({"codes": codes, **tables}), len(codes), layout)
-    shape = -(-len(codes) // OUTPUTS), codes.shape[1] // layout.inputs, layout.bytes
+    shape = -(-len(codes) // N_TILE), codes.shape[1] // layout.inputs, layout.bytes
     blocks = codes.new_empty(shape, dtype=torch.uint8)
     first = 0
     for one in head:

@@ -17,11 +17,10 @@ from torch import Tensor
 from .codec import SuperBlock
 from .ggml_types import Decoded, weights
 from .packed_gemm import Layout, Packed, Plain
-from .packed_layouts import Table, Tables
+from .packed_layouts import ZERO, Table, Tables
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT4_INPUTS = 64  # of a tile of codes of 4 and 6 bits
-ZERO = 8  # the zero point of int4 where none is stored
 MAX_ZERO = 127  # that a bf16 holds above 128
 WIDE = 128  # inputs of a scale, and of a tile, of e4m3_wide
 ALIKE = 4, 2, 1  # tiles of e4m3_wide with the same scales: more would be more than tensor cores add up precisely

@@ -12,10 +12,10 @@ from ..activation.activation import gated_activation
 from ..cpp import ops
 from ..cpp.scratch import Scratch
 from . import packing_cpu, target
+from .packed_layouts import N_TILE
 
 SOURCE = "e4m3_cpu"
 MAX_ROWS = 64
-BLOCK = 16  # outputs that lie together, as in e4m3_cpu.cpp
 STEP = 4  # inputs that are converted together
 NAN = 127  # the code, without its sign
 
@@ -40,7 +40,7 @@ class Packed(NamedTuple):
         """Outputs first to last of the weight, [last - first, I]; first is a block's."""
         made = dtype if dtype in ops.SUFFIXES else torch.float32
         y = self.codes.new_empty(last - first, self.inputs, dtype=made)
-        codes, scales = (one[first // BLOCK :] for one in (self.codes, self.scales))
+        codes, scales = (one[first // N_TILE :] for one in (self.codes, self.scales))
         ops.typed(SOURCE, "e4m3_dequantize", made)(codes, scales, y, self.inputs, last - first, self.unit)
         return y.to(dtype)
 
@@ -65,7 +65,7 @@ def pack(codes: Tensor, scales: Tensor) -> Packed | None:
     """codes uint8 [O, I], scales f32 [O, G]. None where a code is no number: read as f16, it would be one."""
     if packing_cpu.readable(codes):
         outputs, inputs = codes.shape
-        blocks, nans = codes.new_empty(-(-outputs // BLOCK), inputs, BLOCK), torch.zeros(1, dtype=torch.int64)
+        blocks, nans = codes.new_empty(-(-outputs // N_TILE), inputs, N_TILE), torch.zeros(1, dtype=torch.int64)
         ops.op(packing_cpu.SOURCE, "pack_e4m3")(codes, blocks, nans, outputs, inputs)
         numbers = not nans.item()
     else:
@@ -75,8 +75,8 @@ def pack(codes: Tensor, scales: Tensor) -> Packed | None:
 
 def _blocked(x: Tensor) -> Tensor:
     """[O, n] → [ceil(O / 16), n, 16], zeros behind the last output."""
-    whole = pad(x, (0, 0, 0, -len(x) % BLOCK))
-    return whole.view(-1, BLOCK, x.shape[1]).transpose(1, 2).contiguous()
+    whole = pad(x, (0, 0, 0, -len(x) % N_TILE))
+    return whole.view(-1, N_TILE, x.shape[1]).transpose(1, 2).contiguous()
 
 
 def supports(x: Tensor) -> bool:

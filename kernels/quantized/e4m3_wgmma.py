@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import jit
 from ..device import WHOLE_SHARED, DeviceCaps
-from .quantized_wgmma import N_TILE, Grid, blocks_at_once
+from .packed_layouts import N_TILE
+from .quantized_wgmma import Grid, blocks_at_once
 
 if TYPE_CHECKING:
     from .packed_gemm import Layout

@@ -16,9 +16,9 @@ from ..device import DeviceCaps, device_caps
 from . import e4m3_rows, e4m3_wgmma, quantized_gemm, quantized_wgmma
 from .e4m3_rows import E4m3Rows
 from .e4m3_wgmma import E4m3Config
-from .packed_layouts import Tables
+from .packed_layouts import N_TILE, Tables
 from .quantized_gemm import GemvConfig, GroupedConfig, TileConfig
-from .quantized_wgmma import N_TILE, WgmmaConfig
+from .quantized_wgmma import WgmmaConfig
 
 Plain = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -186,18 +186,62 @@ def _plan(rows: int, packed: Packed, gate: str, caps: DeviceCaps) -> tuple[Kerne
     return choose(rows, *of, False, caps), ""
 
 
+class GemmSizes(NamedTuple):
+    rows: int
+    inputs: int
+    layout: Layout
+    caps: DeviceCaps
+
+
+class PackedCandidate(NamedTuple):
+    """A kernel that reads packed tiles. It declares what a Candidate does."""
+
+    name: str
+    devices: str
+    takes: str
+    supports: Callable[[GemmSizes], bool]
+    # The fastest config for so many rows, outputs and inputs of a layout, gated or not, on so many multiprocessors;
+    # None: the kernel does not take them.
+    config: Callable[[int, int, int, Layout, bool, int], KernelConfig | None]
+
+
+# The first one that supports a GEMM and has a config for it computes it.
+CANDIDATES = (
+    PackedCandidate(
+        "e4m3_wgmma.cu", "sm_90", f"FP8 with a scale for 128 inputs or more, from {e4m3_wgmma.LEAST_ROWS} rows on",
+        lambda given: e4m3_wgmma.chosen(given.rows, given.layout, given.caps), e4m3_wgmma.choose,
+    ),
+    PackedCandidate(
+        "quantized_wgmma.cu", "sm_90",
+        f"{quantized_wgmma.ROWS[0]} to {quantized_wgmma.ROWS[-1]} rows, inputs a multiple of "
+        f"{quantized_wgmma.LENGTHS[-1]}",
+        lambda given: given.caps.hopper and given.rows in quantized_wgmma.ROWS
+        and given.inputs % max(quantized_wgmma.LENGTHS[-1], given.layout.inputs) == 0,
+        quantized_wgmma.choose,
+    ),
+    # A step of one sequence takes 6 % less of Llama-3.1-8B in Q4_K_M by this GEMV than by the GEMM; of four sequences
+    # the GEMM's takes 4 % less (docs/measurements/small-batches.md).
+    PackedCandidate(
+        "grouped_gemv.cu", "sm_90, sm_100", "a row of super-blocks",
+        lambda given: given.caps.has_tma and given.rows == 1, quantized_gemm.choose_grouped,
+    ),
+    PackedCandidate(
+        "quantized_gemm.cu", "sm_90, sm_100", f"up to {quantized_gemm.MAX_ROWS} rows",
+        lambda given: given.caps.has_tma and given.rows <= quantized_gemm.MAX_ROWS, quantized_gemm.choose,
+    ),
+    PackedCandidate(
+        "quantized_gemv.cu", "GPUs", f"up to {quantized_gemm.GEMV_ROWS} rows, as far as they fit in shared memory",
+        lambda given: True, quantized_gemm.choose_gemv,
+    ),
+    PackedCandidate(
+        "dequantize_tiles.cu", "GPUs", "all else, before a GEMM of plain weights", lambda given: True, lambda *_: None
+    ),
+)  # fmt: skip
+
+
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, caps: DeviceCaps) -> KernelConfig | None:
     """The fastest kernel for these sizes; None: weights are dequantised first."""
-    of = rows, outputs, inputs, layout, gated, caps.num_sms
-    if e4m3_wgmma.chosen(rows, layout, caps):
-        return e4m3_wgmma.choose(*of)
-    if caps.hopper and rows in quantized_wgmma.ROWS and inputs % max(quantized_wgmma.LENGTHS[-1], layout.inputs) == 0:
-        return quantized_wgmma.choose(*of)
-    if not 0 < rows <= quantized_gemm.MAX_ROWS:
-        return None
-    # A step of one sequence takes 6 % less of Llama-3.1-8B in Q4_K_M by this GEMV than by the GEMM; of four sequences
-    # the GEMM's takes 4 % less (docs/measurements/small-batches.md).
-    by_groups = quantized_gemm.grouped_configs(inputs, layout, gated) if rows == 1 and caps.has_tma else ()
-    tiles = quantized_gemm.choose(*of) if caps.has_tma else None
-    return next(iter(by_groups), None) or tiles or quantized_gemm.choose_gemv(*of)
+    takes = [one for one in CANDIDATES if one.supports(GemmSizes(rows, inputs, layout, caps))] if rows else []
+    found = (one.config(rows, outputs, inputs, layout, gated, caps.num_sms) for one in takes)
+    return next((config for config in found if config is not None), None)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-OUTPUTS = 16  # of a tile
+N_TILE = 16  # of a tile, which all packed forms keep together
+ZERO = 8  # the zero point of int4 where none is stored
 DTYPES = {8: torch.uint8, 16: torch.float16, 32: torch.float32}
 
 
@@ -49,11 +50,11 @@ class Table(NamedTuple):
         """The table as numbers [ceil(O / 16), tiles, count], none flipped; bytes of those of less than 8 bits."""
         if self.bits < 8:
             x = (x >> self.shift if self.shift else x) & (1 << self.bits) - 1
-        if missing := -len(x) % OUTPUTS:
+        if missing := -len(x) % N_TILE:
             x = pad(x, (0, 0, 0, missing))
         sizes, axes = self.sizes, self.order.split()
         h, g, *columns = sizes.values()
-        parts = x.reshape(len(x) // OUTPUTS, h, g, -1, *columns)
+        parts = x.reshape(len(x) // N_TILE, h, g, -1, *columns)
         places = {name: at if at < 3 else at + 1 for at, name in enumerate(sizes, 1)}
         laid = parts.permute(0, 3, *(places[axis] for axis in axes))
         if self.bits < 8:  # joined before they are copied to their places
@@ -77,7 +78,7 @@ class Table(NamedTuple):
             numbers = (x ^ self.flipped if self.flipped else x).contiguous().view(DTYPES[self.bits])
         parts = numbers.view(*x.shape[:2], *(sizes[axis] for axis in axes))
         h, g, *columns = (axes.index(name) + 2 for name in sizes)
-        return parts.permute(0, h, g, 1, *columns).reshape(len(x) * OUTPUTS, -1)
+        return parts.permute(0, h, g, 1, *columns).reshape(len(x) * N_TILE, -1)
 
 
 class Tables(NamedTuple):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..cpp import ops
 from . import target
+from .packed_layouts import N_TILE
 
 SOURCE = "packing_cpu"
-BLOCK = 16  # outputs that lie together
 
 
 def takes(x: Tensor) -> bool:
@@ -28,7 +28,7 @@ def readable(x: Tensor) -> bool:
 
 def pack(type: str, blocks: Tensor, supers: int, bytes: int) -> Tensor:
     """ggml's blocks uint8 [O, supers * …] of a type → uint8 [ceil(O / 16), supers, bytes]."""
-    made = blocks.new_empty(-(-len(blocks) // BLOCK), supers, bytes)
+    made = blocks.new_empty(-(-len(blocks) // N_TILE), supers, bytes)
     ops.op(SOURCE, f"pack_{type}")(blocks, made, len(blocks), supers)
     return made
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import jit
 from ..device import WHOLE_SHARED
-from .quantized_wgmma import MAX_STAGES, N_TILE, Grid
+from .packed_layouts import N_TILE
+from .quantized_wgmma import MAX_STAGES, Grid
 
 if TYPE_CHECKING:
     from .packed_gemm import Layout
@@ -84,6 +85,13 @@ class GroupedConfig(NamedTuple):
 
     def grid(self, rows: int, outputs: int, layout: Layout, num_sms: int) -> Grid:
         return Grid(min(-(-outputs // N_TILE) // self.n_tiles, GROUPED_BLOCKS * num_sms), GROUPED_WARPS * 32)
+
+
+def choose_grouped(
+    rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, num_sms: int
+) -> GroupedConfig | None:  # fmt: skip
+    """None: the kernel does not take the format or so many inputs."""
+    return next(iter(grouped_configs(inputs, layout, gated)), None)
 
 
 def grouped_configs(inputs: int, layout: Layout, gated: bool) -> Iterator[GroupedConfig]:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import jit
 from ..device import WHOLE_SHARED
+from .packed_layouts import N_TILE
 
 if TYPE_CHECKING:
     from .packed_gemm import Layout
 
-N_TILE = 16  # outputs of a packed tile
 ROWS = range(33, 257)
 TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
 LENGTHS = (256, 128, 64)  # inputs of a chunk

@@ -17,8 +17,8 @@ from .. import host_memory
 from . import target
 from .codec import Codec
 from .linear import dequantize
+from .packed_layouts import N_TILE
 
-BLOCK = 16  # outputs that packed forms keep together
 Encoded = Callable[[int], Sequence[Tensor]]  # the encoded tensors of the next n experts, [n * O, ...] each
 
 
@@ -51,7 +51,7 @@ class Stack(NamedTuple):
 
 def padded(outputs: int) -> int:
     """P, the outputs that an expert has room for."""
-    return -(-outputs // BLOCK) * BLOCK
+    return -(-outputs // N_TILE) * N_TILE
 
 
 def stack(
