@@ -1,7 +1,7 @@
 """CUDA graphs of a draft model: over the tokens of a captured step of the target, and over one token of each row.
 
-Launched one by one, the kernels of a draft take the host longer than the GPU, and the next step cannot be planned
-before the drafts are there. Logits and the choice of a token stay outside: they depend on what a row asks for.
+Launched one by one, the kernels of a draft take the host longer than the GPU. Logits and the choice of a token stay
+outside: they depend on what a row asks for.
 """
 
 from __future__ import annotations
