@@ -284,8 +284,8 @@ def test_gemms_of_few_rows_are_compiled_at_the_start(caps, outputs, inputs):
     """However few sequences may run: graphs of more do not compile them then."""
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
     for gate in ("", "silu"):
-        compiled = set(linear.variants((1, *profile_run.PROMPTS[:-1]), weight, gate, False, True, caps))
-        assert set(linear.variants(range(1, pipelined_gemm.MAX_ROWS + 1), weight, gate, False, True, caps)) == compiled
+        compiled = set(linear.variants((1, *profile_run.PROMPTS[:-1]), weight, gate, False, caps))
+        assert set(linear.variants(range(1, pipelined_gemm.MAX_ROWS + 1), weight, gate, False, caps)) == compiled
 
 
 @pytest.mark.parametrize("first, last", [(True, True), (True, False), (False, True)])
