@@ -1,11 +1,13 @@
 """Large blocks of host memory that a GPU copies from and to: pinned, so that copies overlap with everything else.
 
-torch's own pinned memory is rounded up to a power of two, which tens of gigabytes cannot afford.
+torch's own pinned memory is rounded up to a power of two, which tens of gigabytes cannot afford. Blocks begin at
+multiples of ALIGN, as kernels that read them there ask PCIe for whole lines of 128 bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import math
@@ -18,8 +20,10 @@ import torch
 from torch import Tensor
 
 from ..errors import MEMORY, FatalError, HostMemoryError
+from . import jit
 
 ALIGN = 256  # bytes
+_HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 log = logging.getLogger("phalanx")
 
@@ -33,11 +37,13 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     """
     size = math.prod(shape) * dtype.itemsize
     try:
-        memory = np.zeros(size, np.uint8)
+        memory = np.zeros(size + ALIGN, np.uint8)
     except MemoryError:
         limit = _limit(resource.RLIMIT_AS)
         under = f" under a limit of {limit / 1e6:.0f} MB (ulimit -v), which may be raised" if limit else ""
         raise HostMemoryError(f"the system refuses {size / 1e6:.1f} MB of host memory{under}") from None
+    start = -memory.ctypes.data % ALIGN
+    memory = memory[start : start + size]
     if pin and memory.nbytes:
         pin_memory(memory)
     return torch.from_numpy(memory).view(dtype).view(shape)
@@ -46,6 +52,15 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
 def pinned(x: Tensor) -> Tensor:
     """A copy of x in memory that is pinned, where the driver allows it."""
     return zeros((*x.shape,), x.dtype, pin=True).copy_(x)
+
+
+@functools.cache
+def in_reach(device: torch.device) -> bool:
+    """Whether kernels of this GPU read and write pinned memory by its address on the host."""
+    found = ctypes.c_int()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    jit.check(jit.libcuda().cuDeviceGetAttribute(ctypes.byref(found), _HOST_POINTERS, index), "asking for an attribute")
+    return bool(found.value)
 
 
 def aligned(size: int) -> int:

@@ -1,7 +1,7 @@
-// Rows of tables, a block for each token.
+// Rows of tables.
 
-// y [tokens, width] = scale * row ids[t] - start of table [rows, width], V elements at a time; zeros where the table has
-// none.
+// y [tokens, width] = scale * row ids[t] - start of table [rows, width], V elements a thread; zeros where the table has
+// none. blockIdx.x: the token. A table may lie in pinned host memory: then all of a row is under way at once.
 extern "C" __global__ void embed(const long long* ids, const T* table, T* y, int width, int start, int rows,
                                  float scale) {
     typedef Vec<T, V> Vector;
@@ -11,12 +11,12 @@ extern "C" __global__ void embed(const long long* ids, const T* table, T* y, int
     bool here = row >= 0 && row < rows;
     const Vector* from = (const Vector*)(table + (here ? row : 0) * width);
     Vector* to = (Vector*)(y + (long long)blockIdx.x * width);
-    for (int i = threadIdx.x; i < width / V; i += blockDim.x) {
-        Vector row = here ? from[i] : Vector{};
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= width / V) return;
+    Vector values = here ? from[i] : Vector{};
 #pragma unroll
-        for (int j = 0; j < V; j++) row.x[j] = from_float<T>(to_float(row.x[j]) * scale);
-        to[i] = row;
-    }
+    for (int j = 0; j < V; j++) values.x[j] = from_float<T>(to_float(values.x[j]) * scale);
+    to[i] = values;
 }
 
 // cos, sin [tokens, 2 half] f32 of row positions[t] of table [positions, 2, half]: both halves alike, the first of sin

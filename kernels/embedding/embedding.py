@@ -8,6 +8,8 @@ from torch import Tensor
 from .. import jit
 from ..cpp import ops
 
+THREADS = 512  # of a block at most
+
 
 def embedding(
     ids: Tensor, weight: Tensor, start: int = 0, whole: bool = True, scale: float = 1.0,
@@ -54,11 +56,12 @@ def embedding_cpu(ids: Tensor, weight: Tensor, start: int, scale: float, dtype: 
 
 
 def embedding_cuda(ids: Tensor, weight: Tensor, start: int, scale: float) -> Tensor:
-    """An id outside the table gives zeros."""
+    """weight: on the GPU, or pinned in host memory. An id outside the table gives zeros."""
     rows, width = weight.shape
-    out = weight.new_empty(len(ids), width)
+    out = ids.new_empty(len(ids), width, dtype=weight.dtype)
     vector = jit.vector(weight, width)
     kernel = jit.kernel("embedding", "embed", weight.dtype, V=vector)
-    threads = min(max(-(-width // vector // 32) * 32, 32), 512)
-    kernel((len(ids), 1, 1), threads, ids, weight, out, width, start, rows, float(scale))
+    blocks = -(-width // (vector * THREADS))
+    threads = -(-width // (vector * blocks * 32)) * 32
+    kernel((len(ids), blocks, 1), threads, ids, weight, out, width, start, rows, float(scale))
     return out

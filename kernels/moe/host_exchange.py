@@ -7,8 +7,6 @@ the CPU's part, and the host for what `send` brings (host_service.py).
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -29,7 +27,6 @@ MAX_LISTED = THREADS  # experts of a list
 UNIT = 8 << 10  # bytes that a block of `collect_only` makes over at once, and the most of a unit
 ADDED = "RESIDENT", "COPIED", "OWN", "OWED"  # what resident and copied experts make, and `Made`
 LINE = 32  # int32 of two cache lines: flags do not share one
-_HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
 class Part(NamedTuple):
@@ -76,16 +73,11 @@ class Slots(NamedTuple):
     none: int  # slots, with those that experts never leave: these are the last ones, of which nothing here knows
 
 
-@functools.cache
 def supports(device: torch.device) -> bool:
     """Whether kernels there reach pinned memory by its address on the host. Not where launches wait for kernels, as
     `collect` would wait for what comes after its launch."""
-    if device.type != "cuda" or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-        return False
-    found = ctypes.c_int()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    jit.check(jit.libcuda().cuDeviceGetAttribute(ctypes.byref(found), _HOST_POINTERS, index), "asking for an attribute")
-    return bool(found.value)
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
+    return device.type == "cuda" and not blocking and host_memory.in_reach(device)
 
 
 def takes(parts: Sequence[Part]) -> bool:
