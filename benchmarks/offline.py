@@ -272,6 +272,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompts of (a)")
     parser.add_argument("--offload", type=int, default=0, help="experts of a layer in host memory alone")
+    parser.add_argument("--cpu-offload-gb", type=float, default=0.0, help="GiB of tables and layers in host memory")
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="1: texts of random weights repeat nothing, as greedy ones do"
     )
@@ -294,7 +295,7 @@ def main() -> None:
             kv_cache_dtype=asked.kv_cache_dtype, prefix_cache=False, load_format=asked.load_format,
             max_num_seqs=asked.max_num_seqs, max_model_len=asked.max_model_len,
             max_num_batched_tokens=asked.max_num_batched_tokens, num_speculative_tokens=drafts,
-            num_experts_offload_per_rank=asked.offload,
+            num_experts_offload_per_rank=asked.offload, cpu_offload_gb=asked.cpu_offload_gb,
             speculate=asked.speculate or ("ngram" if asked.accept else "none"),
         )  # fmt: skip
         batches = [int(b) for b in asked.batches.split(",")]

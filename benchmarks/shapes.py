@@ -81,6 +81,13 @@ CONFIGS: dict[str, dict[str, Any]] = LLAMAS | {
                       head_dim=256, vocab_size=256000, max_position_embeddings=8192, rope_theta=10000.0,
                       rms_norm_eps=1e-6, sliding_window=4096, query_pre_attn_scalar=256, attn_logit_softcapping=50.0,
                       final_logit_softcapping=30.0, hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True),
+    # Gemma 4 E4B without its towers; each sixth layer has full attention, by the type's default.
+    "gemma4-e4b": dict(model_type="gemma4_text", architectures=["Gemma4ForCausalLM"], hidden_size=2560,
+                       intermediate_size=10240, num_hidden_layers=42, num_attention_heads=8, num_key_value_heads=2,
+                       head_dim=256, global_head_dim=512, num_kv_shared_layers=18, sliding_window=512,
+                       hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144, vocab_size=262144,
+                       max_position_embeddings=131072, rms_norm_eps=1e-6, final_logit_softcapping=30.0,
+                       hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True),
     "glm-4.7-flash": dict(model_type="glm4_moe_lite", architectures=["Glm4MoeLiteForCausalLM"], hidden_size=2048,
                           intermediate_size=10240, moe_intermediate_size=1536, n_routed_experts=64, n_shared_experts=1,
                           num_experts_per_tok=4, first_k_dense_replace=1, norm_topk_prob=True,
