@@ -1,4 +1,5 @@
-"""Which layers lie in host memory (`--cpu-offload-gb`), and how many buffers on the device they share.
+"""Which embedding tables and layers lie in host memory (`--cpu-offload-gb`), and how many buffers on the device layers
+share.
 
 Without torch: `phalanx fit` asks, too.
 """
@@ -6,6 +7,16 @@ Without torch: `phalanx fit` asks, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+
+def choose_tables(sizes: Sequence[float], most: float) -> list[int]:
+    """Chooses as many embedding tables of these bytes as `most` bytes hold, the largest first."""
+    chosen = []
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        if sizes[place] <= most:
+            chosen.append(place)
+            most -= sizes[place]
+    return chosen
 
 
 def choose(sizes: Sequence[float], most: float) -> list[int]:

@@ -325,7 +325,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = False  # fmt: skip
     cpu_offload_gb: Annotated[
         float,
-        engine("--cpu-offload-gb", group=_MEMORY, metavar="GiB", low=0, help="a rank's layers copied for each step"),
+        engine(
+            "--cpu-offload-gb", group=_MEMORY, metavar="GiB", low=0, help="a rank's tables and layers in host memory"
+        ),
     ] = 0.0
     kvcache_mem_cpu: Annotated[
         int, engine("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,

@@ -272,9 +272,9 @@ class Model(nn.Module):
 
     # Set by load():
     offload: Offload | None = None  # this stage's experts in host memory
-    layer_offload: LayerOffload | None = None  # this stage's layers in host memory
+    layer_offload: LayerOffload | None = None  # this stage's tables and layers in host memory
     dtype: torch.dtype
-    weight_bytes: int  # on this rank
+    weight_bytes: int  # on this rank's device
     # The layers before which the residual stream is kept for a draft model (rank/model/drafts/eagle3.py), in order; the
     # number of all layers stands for the end. `forward` has what it and earlier stages keep side by side behind the
     # residual stream itself.

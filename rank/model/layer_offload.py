@@ -1,4 +1,7 @@
-"""Weights of whole layers in host memory (`--cpu-offload-gb`), copied to the device while the layers before compute.
+"""Embedding tables and weights of whole layers in host memory (`--cpu-offload-gb`).
+
+Tables that no head reads come first: a kernel reads the rows of a step's tokens where they lie, in captured steps, too.
+Layers are copied to the device while the layers before compute.
 
 Layers share slots on the device: the tensors of the k-th layer of those in host memory lie in slot k % slots, always at
 the same addresses, so CUDA graphs may hold them. A CUDA stream of its own copies a layer there as soon as the one that
@@ -27,6 +30,7 @@ from ...kernels import host_memory
 from .. import layer_slots
 from .formats._packed import PackedPart
 from .formats._part import Part
+from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.mla import PlainColumnParallel
 from .weights.slicing import ShardedModule
@@ -42,12 +46,28 @@ class _Copy(NamedTuple):
 
 class LayerOffload:
     """Layer offload of one rank: made before the weights are loaded; `park` takes each part as it is loaded, then comes
-    `attach`."""
+    `attach`. Tables are loaded where they stay."""
 
-    def __init__(self, layers: dict[int, nn.Module], size: int, dtype: torch.dtype, device: torch.device):
-        """layers: of this stage, by their index. size: bytes of their weights that may be in host memory at most; the
-        layers that are taken lie as far apart as they can."""
+    def __init__(
+        self,
+        layers: dict[int, nn.Module],
+        tables: Iterable[VocabParallelEmbedding],
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """layers: of this stage, by their index. tables: of this stage. size: bytes of their weights that may be in
+        host memory at most; the layers that are taken lie as far apart as they can."""
         self.device, self.layers = device, len(layers)
+        reached = device.type != "cuda" or host_memory.in_reach(device)
+        free = [table for table in tables if reached and not table.tied]
+        held = [(table.part or table).kept_bytes(dtype, device) for table in free]
+        taken = layer_slots.choose_tables(held, size)
+        self._tables = [free[place] for place in taken]
+        for table in self._tables:
+            table.in_host = device.type == "cuda"  # elsewhere it lies there anyway
+        self.table_bytes = sum(held[place] for place in taken)
+        size -= self.table_bytes
         parts = {index: list(_parts(layer)) for index, layer in layers.items()}
         sizes = {index: sum(part.kept_bytes(dtype, device) for part in some) for index, some in parts.items()}
         whole = list(layers)
@@ -72,14 +92,27 @@ class LayerOffload:
             for tensor, put in list(_tensors(cast(Part, module))):
                 put(host_memory.pinned(tensor))
 
-    def attach(self, aside: bool) -> str:
-        """Once all weights are loaded: give the layers their places on the device. A line for the log.
+    @property
+    def copies_layers(self) -> bool:
+        return bool(self._parts)
+
+    def attach(self, aside: bool) -> list[str]:
+        """Once all weights are loaded: give the layers their places on the device. Lines for the log.
 
         aside: copies have a CUDA stream of their own, which steps captured in segments cannot have. Raises FatalError
         where memory could not be pinned.
         """
-        if not self._parts:
-            return "--cpu-offload-gb: one layer's weights are more than that; all stay on the device"
+        lines = []
+        if self._tables:
+            if self.device.type == "cuda":
+                host_memory.check_pinned("--cpu-offload-gb", (table.weight for table in self._tables))
+            tables = f"{len(self._tables)} embedding table{'s are' if len(self._tables) > 1 else ' is'}"
+            lines.append(f"{tables} in host memory, {self.table_bytes / 1e9:.4g} GB a rank; steps read rows there")
+        if self._parts:
+            lines.append(self._attach_layers(aside))
+        return lines or ["--cpu-offload-gb: a table or a layer is more than that; all weights stay on the device"]
+
+    def _attach_layers(self, aside: bool) -> str:
         whole = [[one for part in parts for one in _tensors(part)] for parts in self._parts]
         size = max(sum(host_memory.aligned(tensor.nbytes) for tensor, _ in tensors) for tensors in whole)
         slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(self._slots)]

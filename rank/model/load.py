@@ -132,7 +132,7 @@ def load(
         if isinstance(error, HostMemoryError) or not lacks_memory(error):
             raise
         raise load_memory.too_large(need, f"memory ran out ({first_line(error).rstrip('.')})") from error
-    _finish(model, DTYPES[chosen], speaks)
+    _finish(model, DTYPES[chosen], device, speaks)
     return model.eval()
 
 
@@ -181,14 +181,14 @@ def _filler(model: Model, device: torch.device, dtype: torch.dtype, stored: torc
     return Filler(model.sharded_modules(), device, dtype, stored, finished)
 
 
-def _finish(model: Model, dtype: torch.dtype, speaks: bool) -> None:
+def _finish(model: Model, dtype: torch.dtype, device: torch.device, speaks: bool) -> None:
     """Once its weights are loaded. dtype: the model's."""
     model.dtype = dtype
     for one in model.modules():
         if isinstance(one, PlainColumnParallel):
             one.expand(model.dtype)
-    held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
-    model.weight_bytes = sum(held.values())
+    held = {id(t): t for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
+    model.weight_bytes = sum(t.nbytes for t in held.values() if t.device.type == device.type)
     counted = ((name, one) for name, one in model.named_modules() if isinstance(one, Linear | FusedExperts))
     model.num_weights = sum(one.num_weights for name, one in counted if not name.startswith(BESIDE))
     if speaks:
@@ -219,7 +219,7 @@ def _attach(model: Model, world: HostComm) -> None:
         load_memory.together(world, model.offload.pin)  # they measure at the same time, and no rank pins meanwhile
         lines.append(model.offload.attach())
     if model.layer_offload is not None:
-        lines.append(model.layer_offload.attach(aside=model.offload is None))
+        lines += model.layer_offload.attach(aside=model.offload is None)
     for text in filter(None, lines if world.rank == 0 else ()):
         log.info(text)
 

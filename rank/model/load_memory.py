@@ -14,6 +14,7 @@ from .experts.fused import FusedExperts
 from .experts.node_copy import sharers
 from .experts.offload import Offload, OffloadOptions
 from .layer_offload import LayerOffload, left_of_host
+from .layers.embedding import VocabParallelEmbedding
 from .weights.dummy import Dummy
 from .weights.safetensors import Checkpoint
 from .weights.slicing import ShardedModule
@@ -28,9 +29,9 @@ def place(
     host_room: int | None,
     sharers: int = 1,
 ) -> tuple[int, int | None]:
-    """Choose which of the stage's layers are in host memory, in addition to the experts of `model.offload`. Returns the
-    bytes that they take of the device's memory, less those of `weight_memory` that they do not, and what they leave of
-    the host's. Raises FatalError where they do not fit there.
+    """Choose which of the stage's tables and layers are in host memory, in addition to the experts of `model.offload`.
+    Returns the bytes that they take of the device's memory, less those of `weight_memory` that they do not, and what
+    they leave of the host's. Raises FatalError where they do not fit there.
 
     dtypes: the model's and the checkpoint's. sharers: ranks of this node whose experts are the same memory.
     """
@@ -45,9 +46,10 @@ def place(
         host_room = left_of_host(host + here + offload.split_bytes, "experts", device, host_room)
     if layers:
         whole = {int(index): layer for index, layer in model.model.layers.items()}
-        parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)
+        tables = [one for one in model.modules() if isinstance(one, VocabParallelEmbedding)]
+        parked = model.layer_offload = LayerOffload(whole, tables, layers, dtype, device)
         need += parked.slot_bytes - (parked.host_bytes if device.type == "cuda" else 0)
-        host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
+        host_room = left_of_host(parked.host_bytes + parked.table_bytes, "layers and tables", device, host_room)
     return need, host_room
 
 
@@ -93,18 +95,19 @@ def place_together(
 ) -> int:
     """`place` on all ranks, or on none. The bytes that loading takes of this rank's device. Collective over the world.
 
-    in_host: experts and bytes of layers. rooms: free bytes of the device and of a GPU's host; None: unlimited.
+    in_host: experts, and bytes of tables and layers. rooms: free bytes of the device and of a GPU's host; None:
+    unlimited.
     """
     experts, layers = in_host
     room, host_room = rooms
     if experts:
         fused = [one for one in model.modules() if isinstance(one, FusedExperts)]
         model.offload = Offload(fused, experts, dtypes[0], device)
+    others = sum(one.kept_bytes(dtypes[0], device) for one in model.sharded_modules() if not one.in_host)
 
     def planned(group: HostComm | None) -> int:
         """group: as `fix` has it."""
         if model.offload is not None:
-            others = sum(one.kept_bytes(dtypes[0], device) for one in model.sharded_modules() if not one.in_host)
             left_for_experts = None if host_room is None else host_room - min(layers, others)
             fix(model.offload, _read(model, dtypes[1], packed_there=False), left_for_experts, group)
         several = 1 if group is None else group.size

@@ -281,9 +281,9 @@ def weights(
     module: nn.Module, dtype: torch.dtype, device: torch.device, without: nn.Module | None = None
 ) -> list[dict[str, Any]]:
     """Each linear and each other layer of the module: its name, elements and bytes, whether it is a matrix that tokens
-    are multiplied with, whether it may be in host memory, whether Hopper multiplies it in 8 bits, and whether its bytes
-    are another's, as a tied head's are; of experts' those of one expert, and how many there are. without: a part that
-    is left out."""
+    are multiplied with, whether it may be in host memory and be copied from there, the bytes of a row that may be read
+    there, whether Hopper multiplies it in 8 bits, and whether its bytes are another's, as a tied head's are; of
+    experts' those of one expert, and how many there are. without: a part that is left out."""
     inside = set() if without is None else set(without.modules())
     found: list[dict[str, Any]] = []
     counted = set[nn.Module]()  # parts; a tied head may have the embedding's
@@ -303,13 +303,15 @@ def weights(
         shared = all(part.shared or part in counted for part in held)
         counted.update(held)
         copies = one.experts.width if isinstance(one, StackedLinear) else 1
+        size = sum(part.kept_bytes(dtype, device) for part in held)
         found.append(
             {
                 "name": name,
                 "elements": elements // copies,
-                "bytes": sum(part.kept_bytes(dtype, device) for part in held) // copies,
+                "bytes": size // copies,
                 "matrix": isinstance(one, Linear | StackedLinear | Router),
                 "moves": may_move(one),
+                "row": size // one.vocab.width if isinstance(one, VocabParallelEmbedding) and not one.tied else 0,
                 "fp8": in_8_bits(one, module, device),
                 "shared": shared and not any(_is_packed(parameter, dtype, device) for parameter in parameters),
             }

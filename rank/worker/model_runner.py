@@ -349,7 +349,8 @@ class ModelRunner:
             said += f", with {' or '.join(map(str, self._limits.query_lens))} tokens of a sequence,"
         if self._drafting is not None:
             self._drafting.capture(graphs, self.watch.reached)
-        if self.model.offload is not None or self.model.layer_offload is not None:
+        layers = self.model.layer_offload
+        if self.model.offload is not None or (layers is not None and layers.copies_layers):
             return said
         most, microbatch = self._limits.token_budget, self._limits.microbatch_tokens
         if microbatch:

@@ -67,7 +67,8 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
         float, flag("--host-mem", group=_GROUP, metavar="GB", low=0, help="of a host, for experts; 0: unknown")
     ] = 0.0
     cpu_offload_gb: Annotated[
-        float, flag("--cpu-offload-gb", group=_GROUP, metavar="GiB", low=0, help="a rank's layers copied for each step")
+        float,
+        flag("--cpu-offload-gb", group=_GROUP, metavar="GiB", low=0, help="a rank's tables and layers in host memory"),
     ] = 0.0
     context: Annotated[
         int, flag("--context", "--max-model-len", group=_GROUP, metavar="N", low=0,

@@ -48,7 +48,7 @@ class Workload:
     kv_fraction: float = 0.0  # 0: the default
     isq: str = "none"  # the format that linears are quantised to
     kv_cache_dtype: str = "auto"
-    cpu_offload: int = 0  # bytes of a rank's layers that may be in host memory
+    cpu_offload: int = 0  # bytes of a rank's tables and layers that may be in host memory
     images: int = 0  # of the usual size in each sequence
     speculate: str = "auto"
     draft_model: str = ""
@@ -63,12 +63,12 @@ class Stage:
 
     layers: int
     weights: dict[str, int]  # bytes on the device, by class
-    host: int  # bytes of experts and of layers in the host's memory
+    host: int  # bytes of experts, tables and layers in the host's memory
     rope: int  # bytes of the table of cosines and sines
     kv_token: int  # bytes of one token's keys and values
     state: int = 0  # bytes of what is kept of one sequence as a whole
     slots: int = 0  # bytes on the device that experts and layers in the host's memory are copied to
-    parked: int = 0  # of `host`, bytes of layers, which each rank has for itself
+    parked: int = 0  # of `host`, bytes of tables and layers, which each rank has for itself
     resident: int = 0  # of `weights`, bytes of experts that are in the host's memory as well, and of fixed ones
     parting: int = 0  # bytes that the host needs more while fixed experts are loaded
     windows: dict[int, int] = field(default_factory=dict)  # how many layers keep so many tokens; 0: all
@@ -125,30 +125,32 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class Parked:
-    """The layers of a stage whose weights are in host memory, by the choice of rank/layer_slots.py."""
+    """The tables and layers of a stage whose weights are in host memory, by the choice of rank/layer_slots.py."""
 
-    bytes: int = 0
-    slots: int = 0
-    weights: tuple[Weights, ...] = ()
+    bytes: int  # of all of them
+    copied: int  # of these, the layers', which each step copies
+    row: float  # bytes that a step reads of the tables for each token
+    slots: int
+    weights: tuple[Weights, ...]
 
 
 def parked(stage: StageShape, most: int) -> Parked:
-    """The tokens that `most` bytes hold."""
-    if not most:
-        return Parked()
+    """Tables and layers that `most` bytes hold."""
+    tables = [one for one in stage.ends if one.row]
+    tables = [tables[place] for place in layer_slots.choose_tables([one.bytes for one in tables], most)]
+    held = round(sum(one.bytes for one in tables))
     layers = [[one for one in layer.weights if one.moves] for layer in stage.layers]
     sizes = [round(sum(one.bytes * one.copies for one in layer)) for layer in layers]
-    chosen = layer_slots.choose(sizes, most)
-    if not chosen:
-        return Parked()
-    slots = layer_slots.slots(chosen) * max(sizes[place] for place in chosen)
+    chosen = layer_slots.choose(sizes, most - held)
+    slots = layer_slots.slots(chosen) * max((sizes[place] for place in chosen), default=0)
     weights = tuple(one for place in chosen for one in layers[place])
-    return Parked(sum(sizes[place] for place in chosen), slots, weights)
+    copied = sum(sizes[place] for place in chosen)
+    return Parked(held + copied, copied, sum(one.row for one in tables), slots, (*tables, *weights))
 
 
 def stages(shape: ModelShape, layout: Layout, context: int, cpu_offload: int = 0) -> tuple[Stage, ...]:
     """The model's stages, the first one with the embedding first. context: tokens of the longest sequence. cpu_offload:
-    bytes of layers that may be in host memory."""
+    bytes of tables and layers that may be in host memory."""
     made = []
     for number, one in enumerate(shape.stage_shapes(layout.tp, layout.pp, layout.ep), 1):
         draft = shape.draft(layout.tp, layout.ep) if number == layout.pp else None

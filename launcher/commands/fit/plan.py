@@ -186,7 +186,7 @@ def _verdict(held: MemoryFit, asked: Workload, lacks: float, together: int) -> s
     if held.problem:
         return f"{held.problem}: {held.short / 1e9:.1f} GB too little on a rank"
     if lacks:
-        what = "experts and layers do" if asked.cpu_offload else "experts do"
+        what = "weights in host memory do" if asked.cpu_offload else "experts do"
         return f"the {what} not fit: {lacks / 1e9:.1f} GB too little on a host"
     if together < asked.concurrency:
         return f"{together} of {asked.concurrency} sequences at once at full length"

@@ -65,7 +65,7 @@ def table(figures: list[LayoutEstimate], chosen: LayoutEstimate | None) -> list[
 def breakdown(one: LayoutEstimate) -> list[str]:
     """A rank's memory, on the stage with the most weights."""
     stage, held = one.memory.heaviest, one.memory
-    slots = f"; {gb(stage.host)} in host memory, buffers for them {gb(stage.slots)}" if stage.slots else ""
+    slots = f"; {gb(stage.host)} in host memory, buffers for them {gb(stage.slots)}" if stage.host else ""
     parts = [f"{kind} {gb(stage.weights[kind])}" for kind in KINDS if stage.weights[kind]]
     return [
         f"GB on a rank: {', '.join(parts)} = {gb(stage.loaded)} weights{slots}; "

@@ -40,7 +40,8 @@ class Weights(msgspec.Struct, frozen=True):
     elements: int  # of one copy
     bytes: float  # of these
     matrix: bool  # tokens are multiplied with it
-    moves: bool  # --cpu-offload-gb may leave it in host memory
+    moves: bool  # --cpu-offload-gb may leave it in host memory, from where steps copy it
+    row: float = 0.0  # of a table that --cpu-offload-gb may leave there, the bytes that a token reads; 0: of no such
     fp8: bool = False  # Hopper's tensor cores multiply it in 8 bits, of many rows
     shared: bool = False  # the bytes are another's: a tied head's are the embedding's
     expert: bool = False

@@ -98,7 +98,9 @@ class StepModel:
                 total += 3 * logits / self.device.bandwidth + 4 * self.device.small  # the sampler reads them thrice
                 if self.layout.tp > 1:
                     total += self.links.latency + logits / self.links.tensor
-        copies = parked(stage, self.cpu_offload).bytes / offload.PCIE
+        host = parked(stage, self.cpu_offload)
+        rows = tokens * host.row / offload.PCIE
+        total, copies = total + rows, host.copied / offload.PCIE + rows
         if self._streams(tokens):
             total = max(total, offload.missing(stage, self.layout.offload) / min(offload.PCIE, self.host.bandwidth))
         # They run while the layers before compute, except those with experts in host memory.

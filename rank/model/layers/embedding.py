@@ -35,6 +35,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.inputs, self.outputs = whole(hidden_size), (self.vocab,)
         self.weight = parameter(self.vocab.width, hidden_size)
         self.part: Part | None = None  # has the table, where that stays as the checkpoint has it
+        self.tied = False  # a head reads all of the table
 
     def build(self, path: str, format_of: ChooseFormat) -> None:
         """Decide from the format of this path how the table is kept: plain, unless the format looks rows up."""
@@ -96,9 +97,9 @@ class ParallelLMHead(ColumnParallel):
         plain in memory, a head that it holds quantised reads that."""
         part, held = cast(Part, self.parts[0]), table.part or table
         if table.part is not None and not self.biased:
-            self.parts[0] = table.part
+            self.parts[0], table.tied = table.part, True
         elif all(any(field.name == "weight" for field in one.fields) for one in (part, held)):
-            part.weight, part.sources = held.weight, ()
+            part.weight, part.sources, table.tied = held.weight, (), True
 
     def forward(self, h: Normed | Tensor) -> Tensor:
         """h: [S, hidden]. Returns logits of this rank's vocabulary, [S, width] of its dtype; padding is -inf."""

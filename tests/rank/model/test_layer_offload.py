@@ -8,15 +8,19 @@ from phalanx.kernels import host_memory
 from phalanx.rank import layer_slots
 from phalanx.rank.model import layer_offload
 from phalanx.rank.model.experts.offload import OffloadOptions
-from phalanx.rank.model.layer_offload import left_of_host
+from phalanx.rank.model.formats import dense
+from phalanx.rank.model.layer_offload import LayerOffload, left_of_host
+from phalanx.rank.model.layers.embedding import VocabParallelEmbedding
 from phalanx.rank.model.load import load
+from phalanx.rank.model.load_memory import weight_memory
+from phalanx.rank.model.weights.dummy import Dummy
 
 from ...checkpoints import make_checkpoint
 from .harness import BLOCK, make_batch, nan_caches, run_steps, tokens
 from .stored_formats.packers import awq, quantise
 from .test_architectures import MODELS, write
 
-ALL, SOME = 1 << 30, 300_000  # bytes: of every layer, and of one of the four of `plain` on one rank
+ALL, SOME = 1 << 30, 440_000  # bytes: of every layer, and of `plain`'s table and one of its four on one rank
 SEQUENCES = [tokens(30, 1), tokens(9, 2)]
 STEPS = [[(0, 20), (1, 9)], *[[(0, 1)]] * 10]
 
@@ -54,6 +58,7 @@ def made(plain, tmp_path_factory):
         ("awq", ALL, 1, 1, {}),
         ("deepseek_v3", ALL, 2, 1, {}),
         ("gemma2", ALL, 1, 2, {}),
+        ("gemma4_text small", ALL, 2, 1, {}),
         ("qwen3_moe", ALL, 1, 1, {"experts": OffloadOptions(offload=3)}),
     ],
 )
@@ -80,6 +85,37 @@ def test_what_moves_and_what_the_log_says(plain, caplog):
     weight = model.model.layers["3"].mlp.down_proj.matrix
     assert weight.untyped_storage().data_ptr() in slots
     assert model.model.layers["2"].mlp.down_proj.matrix.untyped_storage().data_ptr() not in slots
+
+
+def test_tables_come_first(monkeypatch):
+    """The largest that fits, whole, and none that a head reads; on a GPU they get no memory there."""
+    monkeypatch.setattr(host_memory, "in_reach", lambda device: True)
+    dtype = torch.bfloat16
+
+    def one(comm):
+        grid = mesh.build(comm, 1, 1)
+        small, large, tied = (VocabParallelEmbedding(100, width, grid) for width in (8, 16, 16))
+        tied.tied = True
+        for table in (small, large, tied):
+            table.build("table", dense)
+        for device, size, want in (
+            ("cuda", 5000, [small, large]), ("cuda", 4700, [large]), ("cuda", 1599, []), ("cpu", 5000, []),
+        ):  # fmt: skip
+            tables = [small, large, tied]
+            for table in tables:
+                table.in_host = False
+            found = LayerOffload({}, tables, size, dtype, torch.device(device))
+            assert [table for table in tables if table.in_host] == want
+            if device == "cuda":
+                kept = weight_memory(tables, Dummy(), dtype, dtype, torch.device(device))
+                assert (found.table_bytes, kept) == (sum(2 * t.weight.numel() for t in want), 8000 - found.table_bytes)
+            assert not found.copies_layers and not found.host_bytes
+        return found
+
+    (found,) = threads.run(one, 1)
+    assert found.table_bytes == 4800
+    (line,) = found.attach(aside=True)
+    assert "2 embedding tables" in line and "host memory" in line
 
 
 def test_two_microbatches(plain):
@@ -114,7 +150,7 @@ def test_layers_lie_apart():
 
 
 @pytest.mark.parametrize("layers, nothing, words", [
-    (1000, False, "one layer's weights are more than that; all stay on the device"),
+    (1000, False, "a table or a layer is more than that; all weights stay on the device"),
     (SOME, True, "on this machine no weights can be moved; all stay where they are"),
 ])  # fmt: skip
 def test_where_none_move(plain, caplog, monkeypatch, layers, nothing, words):

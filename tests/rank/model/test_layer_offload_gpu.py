@@ -1,4 +1,5 @@
-"""Layers in host memory on a GPU: pinned, copied aside, in CUDA graphs too; logits as with all on the device."""
+"""A table and layers in host memory on a GPU: pinned, read there or copied aside, in CUDA graphs too; logits as with
+all on the device."""
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from .harness import make_batch, moved, tokens
 
 require_gpu()
 
-ALL, SOME = 1 << 30, 2_500_000  # bytes: of all layers, and of one to five by the format
+TABLE = 512 * 256 * 2  # bytes of the embedding
+ALL, SOME = 1 << 30, 2_500_000  # of all layers as well, and of one to five by the format
 BLOCK = 16
 
 
 @pytest.mark.parametrize("isq", ["none", "q8_0", "q4k"])
-@pytest.mark.parametrize("layers", [SOME, ALL])
+@pytest.mark.parametrize("layers", [TABLE, SOME, ALL])
 def test_steps_and_graphs(tmp_path, isq, layers):
     """A prompt of two microbatches; then decode steps, eager and replayed, each of which copies anew."""
     path = make_checkpoint(
@@ -48,11 +50,9 @@ def test_steps_and_graphs(tmp_path, isq, layers):
             assert len(segmented) == 1
             if size:
                 offload = model.layer_offload
-                assert (
-                    offload is not None
-                    and offload._copies
-                    and all(x.host.is_pinned() for xs in offload._copies for x in xs)
-                )
+                assert offload is not None and model.model.embed_tokens.weight.is_pinned()
+                assert offload.copies_layers == bool(offload._copies) == (size > TABLE)
+                assert all(x.host.is_pinned() for xs in offload._copies for x in xs)
             found.append(outputs)
         return found
 

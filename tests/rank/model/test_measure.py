@@ -76,8 +76,10 @@ def test_the_answer(write, capsys):
     assert each(layer["weights"], "name") == [*names, "mlp.gate_up_proj", "mlp.down_proj"]
     assert layer["weights"][1] == {
         "name": "self_attn.qkv_proj", "elements": 96 * 48, "bytes": 96 * 48 * 4, "matrix": True, "moves": True,
-        "fp8": False, "shared": False,
+        "row": 0, "fp8": False, "shared": False,
     }  # fmt: skip
+    tables = {place: [one["row"] for one in ends if one["row"]] for place, ends in rank["ends"].items()}
+    assert tables == {"whole": [], "first": [48 * 4], "middle": [], "last": []}, "the head reads all of the whole's"
     shared = {place: [(one["name"], one["shared"]) for one in ends] for place, ends in rank["ends"].items()}
     assert shared == {
         "whole": [("model.embed_tokens", False), ("model.norm", False), ("lm_head", True)],

@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from phalanx.launcher.commands.fit import devices, memory, plan
+from phalanx.benchmarks.shapes import CONFIGS as SHAPES
+from phalanx.launcher.commands.fit import devices, memory, plan, report
 from phalanx.launcher.commands.fit.devices import DEVICES
 from phalanx.launcher.commands.fit.memory import Layout, Workload
 
@@ -102,16 +103,41 @@ def test_verdicts(shape):
 
 
 def test_layers_in_host_memory(shape):
-    """Each second layer of 70 GB: 40 of 2 x (150,994,944 + 704,643,072) bytes; two slots of the device take two."""
+    """In 70 GB the table of 128256 x 8192 numbers, and each second layer or so: 39 of 2 x (150,994,944 + 704,643,072)
+    bytes; two slots of the device take two."""
     model, where = shape("Llama-3.1-70B"), cluster(GPU80, per_node=1)
     asked = Workload(8192, 4, 4096, cpu_offload=70 * 10**9)
     one = plan.estimate(model, Layout(1), where, asked)
     (stage,) = one.memory.stages
-    assert stage.host == 40 * 1_711_276_032 and stage.slots == 2 * 1_711_276_032
+    table, layers = 128256 * 8192 * 2, 39 * 1_711_276_032
+    assert stage.host == stage.parked == table + layers and stage.slots == 2 * 1_711_276_032
     assert stage.loaded == sum(memory.stages(model, Layout(1), ASKED.context)[0].weights.values()) - stage.host
-    assert one.runs and one.speed.decode_ms == pytest.approx(stage.host / 54e9 * 1e3)
+    assert one.runs and one.speed.decode_ms == pytest.approx((layers + 4 * 8192 * 2) / 54e9 * 1e3)
     assert " --cpu-offload-gb 65.1926" in plan.command("/m", one, where, asked)[0]
     assert not plan.estimate(model, Layout(1), cluster(GPU80, per_node=1, host_memory=6e10), asked).runs
+
+
+def test_embeddings_for_layers_in_host_memory(tmp_path):
+    """5.25 GiB of Gemma 4 E4B: its table of 262144 x 42 x 256 numbers, of which a token reads 21.5 kB; no layer."""
+    model = read(write(tmp_path, SHAPES["gemma4-e4b"] | {"torch_dtype": "bfloat16"}))
+    where, size = cluster(GPU141, per_node=1), 262144 * 42 * 256 * 2
+    there, here = (
+        plan.estimate(model, Layout(1), where, Workload(8192, 256, 4096, cpu_offload=most)) for most in (size, size - 1)
+    )
+    (stage,), (plain,) = there.memory.stages, here.memory.stages
+    assert (stage.host, stage.slots) == (size, 0) and plain.host < size
+    assert stage.loaded == sum(memory.stages(model, Layout(1), ASKED.context)[0].weights.values()) - size
+    free = plan.estimate(model, Layout(1), where, Workload(8192, 256, 4096))
+    rows = there.speed.running * 42 * 256 * 2 / 54e9 * 1e3
+    assert there.speed.running == free.speed.running
+    assert there.speed.decode_ms - free.speed.decode_ms == pytest.approx(rows)
+    assert rows < 0.05 * free.speed.decode_ms
+    assert there.speed.prefill_per_s > 0.95 * free.speed.prefill_per_s
+    assert " --cpu-offload-gb 5.25" in plan.command("/m", there, where, Workload(8192, 256, 4096, cpu_offload=size))[0]
+    assert any("5.64 in host memory" in line for line in report.breakdown(there))
+    asked = Workload(8192, 256, 4096, cpu_offload=size // 2)
+    halves = plan.estimate(model, Layout(2), cluster(GPU141, per_node=2), asked)
+    assert halves.memory.stages[0].host == size // 2
 
 
 def test_the_best_is_served_fits_and_is_fast(shape):
