@@ -153,12 +153,13 @@ class StepLoop:
         self._patience = AUDIT_AFTER
 
     def _report(self, stats: protocol.Stats, last: bool = False) -> None:
-        """Log what speculation is worth, now and then, and last."""
+        """Log what speculation is worth each time that there are twice as many drafts, and last: logs of weeks stay
+        short."""
         then, before = self._said
         drafts = tokens = right = 0
         for more, guessed, *accepted in stats.speculation.values():
             drafts, tokens, right = drafts + more, tokens + guessed, right + sum(accepted)
-        early = time.monotonic() < then + REPORT_EVERY and not last
+        early = (time.monotonic() < then + REPORT_EVERY or drafts < 2 * before) and not last
         if drafts == before or early or not stats.plain_seconds:
             return
         self._said = time.monotonic(), drafts

@@ -1,6 +1,7 @@
 """The loop itself: what it does when nothing runs, and with several replicas."""
 
 import itertools
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -172,6 +173,20 @@ def test_a_speed_up_is_said_once_enough_was_verified(caplog, drafts, factor):
     caplog.set_level("INFO")
     StepLoop([Engine().replica], Link())._report(msgspec.structs.replace(stats, **measured))
     assert f"{drafts} of {2 * drafts}" in caplog.messages[-1] and ("1.50" in caplog.messages[-1]) == factor
+
+
+def test_a_log_of_weeks_stays_short(caplog, monkeypatch):
+    """A line each time that there are twice as many drafts, a minute apart at least: 17 of 100,000 minutes."""
+    one, now = StepLoop([Engine().replica], Link()), [0.0]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    caplog.set_level("INFO")
+    stats = one._stats()
+    for minute in range(1, 100_001, 10):
+        now[0] = 61.0 * minute
+        speculation = {"ngram": (10 * minute, 10 * minute, 5 * minute)}
+        one._report(msgspec.structs.replace(stats, speculation=speculation, speculation_seconds=1, plain_seconds=1))
+    said = [int(line.split(" of ")[1].split()[0]) for line in caplog.messages if "speculation" in line]
+    assert 10 <= len(said) <= 17 and all(later >= 2 * earlier for earlier, later in itertools.pairwise(said))
 
 
 def test_the_last_report_waits_for_no_minute(caplog):
