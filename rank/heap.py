@@ -4,6 +4,9 @@ import contextlib
 import ctypes
 import gc
 
+_M_MMAP_THRESHOLD = -3
+LARGE = 128 << 10  # bytes, as malloc begins
+
 
 def freeze() -> None:
     """Keep the objects that are here now out of the garbage collector's way, until `collect`.
@@ -26,3 +29,13 @@ def trim() -> None:
     in use."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def return_large() -> None:
+    """Have blocks of LARGE bytes handed back to the system as soon as they are freed, where the C library can (glibc).
+
+    Otherwise malloc raises that limit to the largest block that was freed, cuts later ones from its heaps, and the
+    small blocks that threads cache keep the gaps between them apart: a server grew by 90 bytes a request, without end.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ... import errors, linux_calls, logs
+from .. import heap
 from . import server_registry, tls
 from .api_error import ApiError
 from .config import VARIABLE, HandoverConfig, ServerConfig, take
@@ -49,6 +50,7 @@ def main() -> int:
 
 def prepare(config: ServerConfig) -> bool:
     """Prepares every process in the server process's place. False where its parent has ended already."""
+    heap.return_large()
     if config.log_format == "json":
         logs.use_json("server")
     logs.start(config.log_level.upper(), "%(message)s")
