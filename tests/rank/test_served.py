@@ -25,6 +25,7 @@ from ..fields import each
 from ..ranks import run_ranks
 from .model import harness, test_chatglm
 from .model.hybrids import HYBRIDS
+from .model.shapes import ONE_STAGE
 from .model.test_architectures import MODELS, write
 
 CHATGLM = test_chatglm.CONFIG  # transformers has no class for it
@@ -79,11 +80,12 @@ pytestmark = pytest.mark.timeout(TIMEOUT + 60)
 
 def cases():
     """Layouts and models: of each type the first. One rank and two have all types, more ranks and stages one of each
-    kind, and the probes where one way cuts; where both ways cut, threads have the others."""
+    kind, and the probes where one way cuts; where both ways cut, threads have the others. Shapes that cannot be divided
+    into stages are layers of another kind, and served beside their type's first."""
     yield from ((SHORT, name) for name in SERVED if name in SHORT_MODELS)
     first = {options["model_type"]: name for name, options in reversed(SERVED.items())}
     for layout, cut in (OF_ALL | OF_KINDS | OF_OTHERS).items():
-        for name in reversed(first.values()):
+        for name in (*reversed(first.values()), *(ONE_STAGE if cut.pp == 1 else ())):
             text = SERVED[name] | SERVED[name].get("text_config", {})
             several = any("experts" in key for key in text)
             wanted = layout in OF_ALL or (name in KINDS) == (layout in OF_KINDS)
@@ -126,7 +128,7 @@ EMBEDDING_GAINS = {
 # With weights of 1, scores reach a head's size, and each layer's softmax multiplies their rounding: transformers' own
 # log-probabilities in f32 are 1.4e-4 off those in f64, and move by 1.5e-4 where weights change in their last bit. With
 # this factor both are 2e-5.
-QUERY_GAINS = {"gemma4_text": 0.25}
+QUERY_GAINS = {"gemma4_text": 0.25, "gemma4_text small": 0.25}
 QUERY_NORM = "q_norm.weight"
 FINAL_NORM = re.compile(r"(norm|norm_f|ln_f|final_layernorm)\.(weight|bias)$")  # outside layers
 SPREAD = 2.0  # the standard deviation of a checkpoint's logits, which soft caps make less
