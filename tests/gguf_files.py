@@ -74,13 +74,14 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss", "olmo3": "olmo2", "minimax_m2": "minimax-m2", "glm": "chatglm",
     "glm_moe_dsa": "glm-dsa", "ministral3": "mistral3",
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-    "llama4_text": "llama4",
+    "llama4_text": "llama4", "ernie4_5_moe": "ernie4_5-moe",
 }  # fmt: skip
 LATENTS = "deepseek2", "glm-dsa"
 NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa"  # what becomes keys and values is in two tensors
 # Names that gguf-py does not have.
 NAMES = {
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "self_attention.query_key_value.weight": "attn_qkv.weight",
     "self_attention.query_key_value.bias": "attn_qkv.bias",
@@ -138,9 +139,9 @@ def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str)
     def of(*keys: str, default: Any = None) -> Any:
         return next((config[key] for key in keys if config.get(key) is not None), default)
 
-    if experts := of("num_experts", "num_local_experts", "n_routed_experts"):
+    if experts := of("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(of("num_experts_per_tok", "moe_k"))
         if inner := of("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(inner)
     if shared := of("shared_expert_intermediate_size"):
@@ -152,6 +153,10 @@ def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str)
         writer.add_expert_weights_norm(of("norm_topk_prob", default=False))
         writer.add_expert_group_count(config["n_group"] or 1)
         writer.add_expert_group_used_count(config["topk_group"] or 1)
+    if architecture == "ernie4_5-moe":
+        writer.add_expert_shared_count(config["moe_num_shared_experts"])
+        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
     if architecture in ("gpt-oss", "minimax-m2"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
 

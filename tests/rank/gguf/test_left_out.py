@@ -37,7 +37,8 @@ WINDOW = {"attention.sliding_window": 9}
 # Keys that files of some architectures have besides.
 KEYS = {
     "cohere2": WINDOW | {"logit_scale": 0.5}, "deepseek2": EXPERTS | LATENT,
-    "dots1": EXPERTS | {"expert_shared_count": 1}, "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "olmoe": EXPERTS,
+    "dots1": EXPERTS | {"expert_shared_count": 1}, "ernie4_5_moe": EXPERTS,
+    "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "olmoe": EXPERTS,
     "gemma2": WINDOW, "gemma3": WINDOW,
     "glm4moe": EXPERTS, "glm_dsa": EXPERTS | LATENT | INDEXER,
     "gpt_oss": EXPERTS | WINDOW, "granite": SCALES, "minimax_m2": EXPERTS,
@@ -66,6 +67,7 @@ LEFT_OUT = {
         use_sliding_window=True, max_window_layers=62, layer_types=[], scoring_func="sigmoid", topk_method="noaux_tc",
     )),
     "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", dict(moe_layer_end_index=None)),
     "exaone4": ("exaone4", dict(sliding_window_pattern=4)),
     "gemma": ("gemma", GELU),
     "gemma2": ("gemma2", GEMMA),

@@ -45,6 +45,7 @@ MODELS = {
     "llama4_text": MODELS["llama4_text"] | dict(
         attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1, rope_parameters=dict(rope_theta=1e4),
     ),
+    "ernie4_5_moe in some": MODELS["ernie4_5_moe in some"] | dict(moe_layer_end_index=-1),
     "exaone4": MODELS["exaone4"] | dict(sliding_window_pattern=4),
     "apertus": dict(model_type="apertus", rope_parameters=dict(rope_type="default", rope_theta=1e4)),
 } | {
@@ -53,7 +54,7 @@ MODELS = {
         "gemma", "phi", "phi3", "phi3 partial", "stablelm", "stablelm parallel", "glm", "glm rotated whole", "glm4",
         "glm4_moe", "glm4_moe plain", "granite", "olmo2", "cohere2", "smollm3", "minimax_m2", "minimax_m2 few keys",
         "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "ernie4_5", "ernie4_5 biased", "arcee", "arcee biased",
-        "seed_oss", "seed_oss other biases", "glm_moe_dsa", "granitemoe", "nemotron", "olmoe",
+        "seed_oss", "seed_oss other biases", "glm_moe_dsa", "granitemoe", "nemotron", "olmoe", "ernie4_5_moe",
     )
 }  # fmt: skip
 
