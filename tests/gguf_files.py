@@ -75,6 +75,7 @@ ARCHITECTURES = {
     "glm_moe_dsa": "glm-dsa", "ministral3": "mistral3",
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "llama4_text": "llama4", "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
 }  # fmt: skip
 LATENTS = "deepseek2", "glm-dsa"
 NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa"  # what becomes keys and values is in two tensors
@@ -141,7 +142,7 @@ def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str)
 
     if experts := of("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(of("num_experts_per_tok", "moe_k"))
+        writer.add_expert_used_count(of("num_experts_per_tok", "moe_k", "moe_topk"))
         if inner := of("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(inner)
     if shared := of("shared_expert_intermediate_size"):
@@ -157,7 +158,7 @@ def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str)
         writer.add_expert_shared_count(config["moe_num_shared_experts"])
         writer.add_leading_dense_block_count(config["moe_layer_start_index"])
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
-    if architecture in ("gpt-oss", "minimax-m2"):
+    if architecture in ("gpt-oss", "minimax-m2", "hunyuan-moe"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
 
 
@@ -227,7 +228,8 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     full = rope.get("full_attention", rope)
     if beta := full.get("llama_4_scaling_beta"):
         writer.add_attn_temperature_scale(beta)
-    writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
+    stretched = full.get("alpha", 1.0) ** (dim / (dim - 2))
+    writer.add_rope_freq_base(full.get("rope_theta", 10000.0) * stretched)
     if "sliding_attention" in rope and config["model_type"] != "olmo3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     if sections := full.get("mrope_section"):

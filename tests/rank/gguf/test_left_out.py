@@ -37,7 +37,7 @@ WINDOW = {"attention.sliding_window": 9}
 # Keys that files of some architectures have besides.
 KEYS = {
     "cohere2": WINDOW | {"logit_scale": 0.5}, "deepseek2": EXPERTS | LATENT,
-    "dots1": EXPERTS | {"expert_shared_count": 1}, "ernie4_5_moe": EXPERTS,
+    "dots1": EXPERTS | {"expert_shared_count": 1}, "ernie4_5_moe": EXPERTS, "hunyuan_moe": EXPERTS,
     "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "olmoe": EXPERTS,
     "gemma2": WINDOW, "gemma3": WINDOW,
     "glm4moe": EXPERTS, "glm_dsa": EXPERTS | LATENT | INDEXER,
@@ -84,6 +84,8 @@ LEFT_OUT = {
     "gpt_oss": ("gpt_oss", dict(layer_types=[], swiglu_limit=7.0, swiglu_alpha=1.702)),
     "granite": ("granite", {}),
     "granitemoe": ("granitemoe", {}),
+    "hunyuan_dense": ("hunyuan_v1_dense", {}),
+    "hunyuan_moe": ("hunyuan_v1_moe", {}),
     "llama": ("llama", {}),
     "llama4": ("llama4_text", dict(
         moe_layers=None, no_rope_layers=[], no_rope_layer_interval=4, layer_types=[], use_sliding_window=False,

@@ -46,6 +46,7 @@ MODELS = {
         attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1, rope_parameters=dict(rope_theta=1e4),
     ),
     "ernie4_5_moe in some": MODELS["ernie4_5_moe in some"] | dict(moe_layer_end_index=-1),
+    "hunyuan_v1_moe": MODELS["hunyuan_v1_moe"] | dict(moe_topk=3),
     "exaone4": MODELS["exaone4"] | dict(sliding_window_pattern=4),
     "apertus": dict(model_type="apertus", rope_parameters=dict(rope_type="default", rope_theta=1e4)),
 } | {
@@ -55,6 +56,7 @@ MODELS = {
         "glm4_moe", "glm4_moe plain", "granite", "olmo2", "cohere2", "smollm3", "minimax_m2", "minimax_m2 few keys",
         "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "ernie4_5", "ernie4_5 biased", "arcee", "arcee biased",
         "seed_oss", "seed_oss other biases", "glm_moe_dsa", "granitemoe", "nemotron", "olmoe", "ernie4_5_moe",
+        "hunyuan_v1_dense", "hunyuan_v1_dense biased",
     )
 }  # fmt: skip
 
