@@ -76,6 +76,7 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "llama4_text": "llama4", "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
+    "lfm2_moe": "lfm2moe",
 }  # fmt: skip
 LATENTS = "deepseek2", "glm-dsa"
 NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa"  # what becomes keys and values is in two tensors
@@ -86,6 +87,10 @@ NAMES = {
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "self_attention.query_key_value.weight": "attn_qkv.weight",
     "self_attention.query_key_value.bias": "attn_qkv.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "feed_forward.experts.w1.weight": "ffn_gate_exps.weight",
+    "feed_forward.experts.w2.weight": "ffn_down_exps.weight",
+    "feed_forward.experts.w3.weight": "ffn_up_exps.weight",
     "block_sparse_moe.experts.w1.weight": "ffn_gate_exps.weight",
     "block_sparse_moe.experts.w2.weight": "ffn_down_exps.weight",
     "block_sparse_moe.experts.w3.weight": "ffn_up_exps.weight",
@@ -121,9 +126,17 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
     writer.add_block_count(of("num_hidden_layers", "n_layer") + further)
     if further:
         writer.add_nextn_predict_layers(further)
-    writer.add_feed_forward_length(of("intermediate_size", "n_inner", default=4 * hidden))
+    inner = tensors.get("model.layers.0.feed_forward.w1.weight")  # LFM2 has it adjusted
+    writer.add_feed_forward_length(
+        len(inner) if inner is not None else of("intermediate_size", "n_inner", default=4 * hidden)
+    )
     writer.add_head_count(heads)
-    writer.add_head_count_kv(of("num_key_value_heads", default=1 if architecture == "starcoder" else heads))
+    kv_heads = of("num_key_value_heads", default=1 if architecture == "starcoder" else heads)
+    if architecture.startswith("lfm2"):
+        kv_heads = [0 if one == "conv" else kv_heads for one in config["layer_types"]]
+        writer.add_layer_norm_rms_eps(config.pop("norm_eps"))
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_head_count_kv(kv_heads)
     if (eps := of("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps")) is not None:
         writer.add_layer_norm_eps(eps)
     if (eps := of("rms_norm_eps")) is not None:
@@ -154,6 +167,9 @@ def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str)
         writer.add_expert_weights_norm(of("norm_topk_prob", default=False))
         writer.add_expert_group_count(config["n_group"] or 1)
         writer.add_expert_group_used_count(config["topk_group"] or 1)
+    if architecture == "lfm2moe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if architecture == "ernie4_5-moe":
         writer.add_expert_shared_count(config["moe_num_shared_experts"])
         writer.add_leading_dense_block_count(config["moe_layer_start_index"])
@@ -337,11 +353,11 @@ def _converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
     shifted = kind.startswith(("gemma", "nemotron")) or kind in gguf_delta_nets.KINDS
     if shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         x = x + 1
-    return x.squeeze() if "shared_expert_gate" in name else x
+    return x.squeeze() if "shared_expert_gate" in name else x.squeeze(1) if name.endswith("conv.conv.weight") else x
 
 
 def _wanted(kind: str | Callable[[str], str], name: str) -> Type:
-    if "ssm_conv1d" in name:  # llama.cpp does not quantise it
+    if "ssm_conv1d" in name or "shortconv.conv" in name:  # llama.cpp does not quantise it
         return Type.F32
     return Type[kind if isinstance(kind, str) else kind(name)]
 

@@ -27,10 +27,11 @@ class Metadata:
             raise FatalError(f"{self.file}: its block_count is more than the {MAX_LAYERS} that it may be", MODEL)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Numbers that files list for each layer have to be equal."""
+        """Numbers that files list for each layer have to be equal, but for zeros of layers that have none."""
         value = self.values.get(f"{self.architecture}.{key}")
-        if isinstance(value, list) and value and all(one == value[0] for one in value):
-            value = value[0]
+        if isinstance(value, list) and value:
+            some = [one for one in value if one != 0] or value
+            value = some[0] if all(one == some[0] for one in some) else value
         return self._checked(f"{self.architecture}.{key}", default if value is None else value, int)
 
     def number(self, key: str, default: float | None = None) -> float:

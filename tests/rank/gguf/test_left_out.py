@@ -38,6 +38,7 @@ WINDOW = {"attention.sliding_window": 9}
 KEYS = {
     "cohere2": WINDOW | {"logit_scale": 0.5}, "deepseek2": EXPERTS | LATENT,
     "dots1": EXPERTS | {"expert_shared_count": 1}, "ernie4_5_moe": EXPERTS, "hunyuan_moe": EXPERTS,
+    "lfm2": {"shortconv.l_cache": 3}, "lfm2moe": EXPERTS | {"shortconv.l_cache": 3},
     "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "olmoe": EXPERTS,
     "gemma2": WINDOW, "gemma3": WINDOW,
     "glm4moe": EXPERTS, "glm_dsa": EXPERTS | LATENT | INDEXER,
@@ -86,6 +87,10 @@ LEFT_OUT = {
     "granitemoe": ("granitemoe", {}),
     "hunyuan_dense": ("hunyuan_v1_dense", {}),
     "hunyuan_moe": ("hunyuan_v1_moe", {}),
+    "lfm2": ("lfm2", dict(
+        conv_bias=False, full_attn_idxs=None, block_ffn_dim_multiplier=1.0, block_multiple_of=256,
+    )),
+    "lfm2moe": ("lfm2_moe", dict(conv_bias=False, norm_topk_prob=True, routed_scaling_factor=1.0)),
     "llama": ("llama", {}),
     "llama4": ("llama4_text", dict(
         moe_layers=None, no_rope_layers=[], no_rope_layer_interval=4, layer_types=[], use_sliding_window=False,

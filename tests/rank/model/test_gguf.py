@@ -56,7 +56,7 @@ MODELS = {
         "glm4_moe", "glm4_moe plain", "granite", "olmo2", "cohere2", "smollm3", "minimax_m2", "minimax_m2 few keys",
         "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "ernie4_5", "ernie4_5 biased", "arcee", "arcee biased",
         "seed_oss", "seed_oss other biases", "glm_moe_dsa", "granitemoe", "nemotron", "olmoe", "ernie4_5_moe",
-        "hunyuan_v1_dense", "hunyuan_v1_dense biased",
+        "hunyuan_v1_dense", "hunyuan_v1_dense biased", "lfm2", "lfm2_moe",
     )
 }  # fmt: skip
 
