@@ -103,6 +103,21 @@ def apply_rotary_reference(x: Tensor, cos_sin: CosSin) -> Tensor:
     return rotated if r == x.shape[-1] else torch.cat((rotated, x[..., r:]), -1)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate x [N, heads, dim] in place, in the half-split layout, computed in f32. cos, sin: [N, dim / 2] f32."""
+    if x.is_cuda:
+        from . import rope_triton  # a CPU may have no Triton
+
+        rope_triton.rotate(x, cos, sin)
+    else:
+        rotate_reference(x, cos, sin)
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    (first, second), cos, sin = x.float().chunk(2, 2), cos[:, None], sin[:, None]
+    x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), 2))
+
+
 def rope_and_store_kv(q: Tensor, new: CurrentKV, cache: tuple[Tensor, ...]) -> Tensor:
     """q [T, heads, head_dim] normed and rotated; new keys, likewise, and values go to their slots of the cache, as
     KVCache has it. q may be overwritten."""

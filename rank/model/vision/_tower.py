@@ -116,11 +116,12 @@ def in_rows(colours: Tensor, patch: int) -> Tensor:
     return x.permute(1, 3, 0, 2, 4).reshape(-1, 3, patch, patch)
 
 
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """x [N, heads, dim], whose halves' elements are turned, two by two, by angles [N, dim / 2] f32."""
-    cos, sin = (turn(angles)[:, None] for turn in (torch.cos, torch.sin))
-    first, second = x.float().chunk(2, 2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), 2).to(x.dtype)
+Rotation = tuple[Tensor, Tensor]  # cosines and sines [N, dim / 2] f32 of each patch
+
+
+def rotation(angles: Tensor) -> Rotation:
+    """Patches turned by angles [N, dim / 2] f32."""
+    return torch.cos(angles), torch.sin(angles)
 
 
 def frequencies(theta: float, dim: int, device: torch.device) -> Tensor:

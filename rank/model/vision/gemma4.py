@@ -3,19 +3,20 @@ columns; neighbours are averaged."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
+from ....kernels.rope.rope import rotate
 from ...vision import number
 from ...vision.gemma4 import Rules
 from .. import base, shard
 from ..layers.norm import RMSNorm
 from ..weights.slicing import Field, Ratio, ShardedModule, parameter
-from ._tower import LARGEST, Replicated, activation_of, frequencies, in_rows, normalised, rotated
+from ._tower import LARGEST, Replicated, Rotation, activation_of, frequencies, in_rows, normalised, rotation
 
 LIMITS = "input_min", "input_max", "output_min", "output_max"
 AXES = Ratio(2, 0, shared=True)  # x and y
@@ -46,13 +47,13 @@ class Attention(nn.Module):
         self.k_proj, self.v_proj = (Clipped(hidden, kv_heads * dim, clipped) for _ in range(2))
         self.q_norm, self.k_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """angles: [N, head dim / 4] by the patches' columns, which turn the first half of a head, and by their rows."""
+    def forward(self, x: Tensor, both: Sequence[Rotation]) -> Tensor:
+        """both: by the patches' columns, for the first half of a head, and by their rows."""
         q, k, v = (linear(x).unflatten(1, (-1, self.dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = (
-            torch.cat([rotated(half, by) for half, by in zip(one.chunk(2, 2), angles, strict=True)], 2)
-            for one in (self.q_norm(q), self.k_norm(k))
-        )
+        q, k = self.q_norm(q), self.k_norm(k)
+        for one in (q, k):
+            for half, by in zip(one.chunk(2, 2), both, strict=True):
+                rotate(half, *by)
         v = rms_norm(v, (self.dim,), eps=self.eps)
         q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
         seen = scaled_dot_product_attention(q, k, v, scale=1.0, enable_gqa=True)
@@ -77,8 +78,8 @@ class Layer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), angles))
+    def forward(self, x: Tensor, both: Sequence[Rotation]) -> Tensor:
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), both))
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
@@ -141,9 +142,9 @@ class Encoder(ShardedModule):
         rows, columns = (one.flatten() for one in at)
         x = self.patch_embedder(in_rows(colours, patch), columns, rows)
         turns = frequencies(self.theta, self.dim // 2, x.device)
-        angles = columns[:, None] * turns, rows[:, None] * turns
+        both = [rotation(at[:, None] * turns) for at in (columns, rows)]
         for layer in self.layers[0]:
-            x = layer(x, angles)
+            x = layer(x, both)
             yield
         x = x.view(height // merge, merge, width // merge, merge, -1).float().mean((1, 3)).flatten(0, 1)
         x = x.to(colours.dtype) * self.hidden**0.5

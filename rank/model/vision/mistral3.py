@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from ....kernels.rope.rope import rotate
 from ...vision import number
 from ...vision.mistral3 import Rules
 from .. import base
@@ -20,10 +21,11 @@ from ._tower import (
     PatchEmbedding,
     Projector,
     Replicated,
+    Rotation,
     frequencies,
     in_rows,
     normalised,
-    rotated,
+    rotation,
 )
 
 EPS = 1e-5
@@ -37,9 +39,10 @@ class Attention(nn.Module):
         self.qkv_proj = Replicated(hidden, inner, inner, inner, bias=False)
         self.o_proj = Replicated(inner, hidden, bias=False)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        q, k, v = self.qkv_proj(x).view(len(x), 3, self.heads, -1).unbind(1)
-        q, k, v = (one.transpose(0, 1)[None] for one in (rotated(q, angles), rotated(k, angles), v))
+    def forward(self, x: Tensor, by: Rotation) -> Tensor:
+        qkv = self.qkv_proj(x).view(len(x), 3 * self.heads, -1)
+        rotate(qkv[:, : 2 * self.heads], *by)
+        q, k, v = qkv.view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)[:, None]
         return self.o_proj(scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1))
 
 
@@ -50,8 +53,8 @@ class Layer(nn.Module):
         self.attention = Attention(hidden, heads, dim)
         self.feed_forward = GatedFeedForward(hidden, inner, activation, bias=False)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), angles)
+    def forward(self, x: Tensor, by: Rotation) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), by)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -79,9 +82,9 @@ class Pixtral(nn.Module):
         """[patches, hidden] of colours [3, height, width] f32, row by row."""
         x = self.ln_pre(self.patch_conv(in_rows(colours, self.patch)))
         height, width = (length // self.patch for length in colours.shape[1:])
-        angles = self._angles(height, width, x.device)
+        by = rotation(self._angles(height, width, x.device))
         for layer in self.layers[0]:
-            x = layer(x, angles)
+            x = layer(x, by)
             yield
         return x
 

@@ -4,21 +4,30 @@ four neighbours become one token. M-RoPE tells the text model's tokens apart by 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
+from ....kernels.rope.rope import rotate
 from ...protocol import Picture
 from ...vision import number
 from ...vision.qwen2_5_vl import Rules
 from .. import base
 from ..layers.norm import LayerNorm, RMSNorm
-from ._tower import LARGEST, GatedFeedForward, PatchEmbedding, Replicated, frequencies, normalised, rotated
+from ._tower import LARGEST, GatedFeedForward, PatchEmbedding, Replicated, Rotation, frequencies, normalised, rotation
 
 EPS = 1e-6
+
+
+class Windows(NamedTuple):
+    """Patches that attend to each other, in windows of one size, which the image's border may cut off."""
+
+    patches: Tensor  # [windows, size] int64: which they are; any beyond the border
+    bias: Tensor | None  # [windows, 1, 1, size], -inf beyond the border; None: nothing is
+    places: Tensor  # [N] int64: where each patch is in the windows
 
 
 class Attention(nn.Module):
@@ -27,20 +36,17 @@ class Attention(nn.Module):
         self.heads = heads
         self.qkv, self.proj = Replicated(hidden, hidden, hidden, hidden), Replicated(hidden, hidden)
 
-    def forward(self, x: Tensor, angles: Tensor, windows: Tensor | None) -> Tensor:
-        """x: [N, hidden]. angles: [N, head dim / 2]. windows: [windows, tokens] indices of the tokens that attend to
-        each other, -1 where a window has fewer; None: all do."""
-        q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)
-        q, k = rotated(q, angles), rotated(k, angles)
+    def forward(self, x: Tensor, by: Rotation, windows: Windows | None) -> Tensor:
+        """x: [N, hidden]. windows: None: all patches attend to each other."""
+        qkv = self.qkv(x).view(len(x), 3 * self.heads, -1)
+        rotate(qkv[:, : 2 * self.heads], *by)
+        qkv = qkv.view(len(x), 3, self.heads, -1)
         if windows is None:
-            q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
+            q, k, v = qkv.permute(1, 2, 0, 3)[:, None]
             return self.proj(scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1))
-        present = windows >= 0
-        q, k, v = (one[windows.clamp(min=0)].transpose(1, 2) for one in (q, k, v))
-        seen = scaled_dot_product_attention(q, k, v, present[:, None, None]).transpose(1, 2)
-        out = torch.empty_like(x)
-        out[windows[present]] = seen[present].flatten(1)
-        return self.proj(out)
+        q, k, v = qkv[windows.patches].permute(2, 0, 3, 1, 4)
+        seen = scaled_dot_product_attention(q, k, v, windows.bias).transpose(1, 2)
+        return self.proj(seen.flatten(0, 1)[windows.places].flatten(1))
 
 
 class Block(nn.Module):
@@ -49,8 +55,8 @@ class Block(nn.Module):
         self.norm1, self.norm2 = norm(hidden, EPS), norm(hidden, EPS)
         self.attn, self.mlp = Attention(hidden, heads), mlp
 
-    def forward(self, x: Tensor, angles: Tensor, windows: Tensor | None = None) -> Tensor:
-        x = x + self.attn(self.norm1(x), angles, windows)
+    def forward(self, x: Tensor, by: Rotation, windows: Windows | None = None) -> Tensor:
+        x = x + self.attn(self.norm1(x), by, windows)
         return x + self.mlp(self.norm2(x))
 
 
@@ -97,21 +103,27 @@ class Tower(base.Tower):
         """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""
         rows, columns = self.rules.grid(*pixels.shape[:2])
         x = self.patch_embed["proj"](patches(pixels, self.rules))
-        angles = rotations(rows, columns, self.rules.merge, self.dim, x.device)
-        windows = self._windows(rows, columns, x.device)
+        by = rotations(rows, columns, self.rules.merge, self.dim, x.device)
+        windows = self._windows(rows, columns, x)
         for index, block in enumerate(self.blocks):
-            x = block(x, angles, None if index in self.whole_layers else windows)
+            x = block(x, by, None if index in self.whole_layers else windows)
             yield
         return self.merger(x)
 
-    def _windows(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        """[windows, patches] as Attention takes them."""
+    def _windows(self, rows: int, columns: int, x: Tensor) -> Windows:
+        """Those of patches x [N, hidden]. A GPU is not waited for."""
         size, count = self.window, self.rules.merge**2
-        tokens = torch.arange(rows * columns, device=device).view(rows, columns)
-        tokens = pad(tokens, (0, -columns % size, 0, -rows % size), value=-1)
+        tokens = torch.arange(rows * columns, device=x.device).view(rows, columns)
+        tokens = pad(tokens, (0, -columns % size, 0, -rows % size), value=rows * columns)
         tokens = tokens.unflatten(0, (-1, size)).unflatten(2, (-1, size)).transpose(1, 2).reshape(-1, size * size, 1)
-        patches = tokens * count + torch.arange(count, device=device)
-        return torch.where(tokens < 0, -1, patches).flatten(1)
+        patches = (tokens * count + torch.arange(count, device=x.device)).flatten(1)
+        # Places beyond the border are those of a patch behind the last one, or of the next.
+        beyond, slots = patches >= len(x), torch.arange(patches.numel(), device=x.device)
+        places = torch.empty(len(x) + count, dtype=torch.int64, device=x.device).scatter_(0, patches.flatten(), slots)
+        bias = None
+        if rows % size or columns % size:
+            bias = torch.zeros_like(beyond, dtype=x.dtype).masked_fill_(beyond, float("-inf"))[:, None, None]
+        return Windows(patches.clamp(max=len(x) - 1), bias, places[: len(x)])
 
 
 def patches(pixels: Tensor, rules: Rules) -> Tensor:
@@ -128,11 +140,10 @@ def in_order(grid: Tensor, merge: int) -> Tensor:
     return blocks.transpose(1, 2).flatten(0, 3)
 
 
-def rotations(rows: int, columns: int, merge: int, dim: int, device: torch.device) -> Tensor:
-    """Angles [patches, dim / 2] f32: half of them by the patch's row, half by its column."""
+def rotations(rows: int, columns: int, merge: int, dim: int, device: torch.device) -> Rotation:
+    """How patches are turned: half of a head by the patch's row, half by its column."""
     at = torch.meshgrid(*(torch.arange(n * merge, device=device) for n in (rows, columns)), indexing="ij")
-    turns = frequencies(1e4, dim // 2, device)
-    return (in_order(torch.stack(at, 2), merge)[..., None] * turns).flatten(1)
+    return rotation((in_order(torch.stack(at, 2), merge)[..., None] * frequencies(1e4, dim // 2, device)).flatten(1))
 
 
 def positions(length: int, pictures: Sequence[Picture]) -> np.ndarray:

@@ -41,8 +41,8 @@ class Tower(base.Tower):
         """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""
         rows, columns = self.rules.grid(*pixels.shape[:2])
         x = self.patch_embed["proj"](patches(pixels, self.rules))
-        angles = rotations(rows, columns, self.rules.merge, self.dim, x.device)
+        by = rotations(rows, columns, self.rules.merge, self.dim, x.device)
         for block in self.blocks:
-            x = block(x, angles)
+            x = block(x, by)
             yield
         return self.merger(x)

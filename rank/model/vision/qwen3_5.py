@@ -82,10 +82,10 @@ class Tower(base.Tower):
         rows, columns = self.rules.grid(*pixels.shape[:2])
         x = self.patch_embed["proj"](patches(pixels, self.rules))
         x = x + self._positions(rows, columns).to(x.dtype)
-        angles = rotations(rows, columns, self.rules.merge, self.dim, x.device)
+        by = rotations(rows, columns, self.rules.merge, self.dim, x.device)
         found: list[Tensor] = [x] * self.levels
         for index, block in enumerate(self.blocks):
-            x = block(x, angles)
+            x = block(x, by)
             if index in self.handed_on:
                 level = self.handed_on.index(index)
                 found[level] = self.deepstack_merger_list[level](x)

@@ -6,6 +6,7 @@ from phalanx.kernels.rope import rope
 
 from ...devices import require_gpu
 from ..gpu import KINDS, NAN, near, poison  # noqa: F401
+from .rotating import SIZES, check_rotate
 
 require_gpu()
 
@@ -42,3 +43,9 @@ def test_negative_slots_are_not_written():
     slots = torch.tensor([-1, 5, -1], device="cuda")
     rope.rope_and_store_kv(q, rope.CurrentKV(k, v, cos_sin, None, slots), (cache[0], cache[1]))
     assert cache.isnan().sum() == 2 * 7 * 8 and torch.equal(cache[1, 1, 1], v[1])
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rotate(sizes, dtype, bound):
+    check_rotate(*sizes, dtype, bound, "cuda")
