@@ -298,8 +298,8 @@ def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
     """A power of two: the most KV splits of a sequence, when `programs` run for each split."""
     splits = 1
     while splits < MAX_KV_SPLITS and 2 * programs * splits <= PROGRAMS * num_sms:
-        # Where most multiprocessors are idle a tile is worth a program: 2048 chosen tokens of one sequence of 16 heads
-        # take 9.8 us by 32 splits, 16.1 by 8; of four 12.8 by 16, 18.3 by 32 (H200).
+        # A tile is worth a program as long as most multiprocessors are idle: 2048 chosen tokens of one sequence of 16
+        # heads take 9.8 us by 32 splits, 16.1 by 8; of four 12.8 by 16, 18.3 by 32 (H200).
         if longest <= splits * (LARGE_TILE if 4 * programs * splits <= num_sms else SPLIT):
             break
         splits *= 2

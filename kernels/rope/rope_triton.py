@@ -26,7 +26,7 @@ def rotate_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """As rope.rotate has it. A head's elements of x [N, heads, dim] lie side by side, and so do all of cos and sin."""
+    """Do what rope.rotate says. A head's elements lie side by side in x [N, heads, dim], and all of cos and sin do."""
     tokens, heads, dim = x.shape
     assert x.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
     padded = triton.next_power_of_2(heads), triton.next_power_of_2(dim // 2)

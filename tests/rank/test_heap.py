@@ -1,4 +1,4 @@
-"""What the heap keeps: objects that the garbage collector passes over while a model is loaded, and freed memory."""
+"""Memory that stays: objects that the garbage collector passes over while a model is loaded, and what is freed."""
 
 import ctypes
 import gc

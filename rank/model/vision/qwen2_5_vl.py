@@ -111,7 +111,7 @@ class Tower(base.Tower):
         return self.merger(x)
 
     def _windows(self, rows: int, columns: int, x: Tensor) -> Windows:
-        """Those of patches x [N, hidden]. A GPU is not waited for."""
+        """Lay patches x [N, hidden] out in windows, without waiting for a GPU."""
         size, count = self.window, self.rules.merge**2
         tokens = torch.arange(rows * columns, device=x.device).view(rows, columns)
         tokens = pad(tokens, (0, -columns % size, 0, -rows % size), value=rows * columns)

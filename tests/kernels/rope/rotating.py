@@ -8,7 +8,7 @@ SIZES = [(1, 1, 8), (37, 3, 80), (5, 32, 64), (3, 2, 10)]  # tokens, heads, elem
 
 
 def check_rotate(tokens: int, heads: int, dim: int, dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
-    """Of queries, keys and values side by side the first two thirds are rotated, and nothing else changes."""
+    """Queries and keys are rotated, the first two thirds of all heads; values stay as they are."""
     angles = torch.rand(tokens, dim // 2, device=device) * 6
     x = torch.randn(tokens, 3 * heads, dim, device=device).to(dtype)
     got, want = x.clone(), x.clone()

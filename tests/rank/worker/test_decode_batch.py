@@ -117,7 +117,7 @@ def test_captured_steps_read_what_other_steps_read(device, seed, groups, monkeyp
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_drafts_of_the_ranks_and_of_the_plan(device, monkeypatch):
-    """Where a row has no draft, any token stands."""
+    """Any token stands in a row that has no draft."""
     if device == "cpu":
         monkeypatch.setattr(module, "decode_inputs", decode_inputs.decode_inputs_reference)
     life, last = Life(0), torch.arange(3 * ROWS, device=device).view(ROWS, 3) + 2000

@@ -35,7 +35,7 @@ def test_captured_drafts_are_those_of_eager_steps(made, name, sampling, monkeypa
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_the_host_has_a_steps_tokens_while_drafts_are_computed(keeps):
-    """Where the ranks keep these."""
+    """It has, if the ranks keep the drafts."""
     runner, result, stream = ModelRunner.__new__(ModelRunner), StepFuture(), step_stream(torch.device("cuda", 0))
     with torch.cuda.stream(stream):
         ids = torch.tensor([7], device="cuda")

@@ -121,7 +121,7 @@ def test_drafts_that_the_ranks_keep_are_compared_there():
 
 
 def test_the_output_has_what_stands():
-    """Of three rows' tokens those stand that are not rejected; of one there are no others, and no memory was left."""
+    """Tokens of three rows stand unless they are rejected; one row has no others, and no memory was left for it."""
     result = StepFuture()
     found = Logprobs([0, 1, 5], [1, 1, 1], torch.tensor([-1.0, -2.0, -3.0]), -torch.ones(3, 1), torch.ones(3, 1).long())
     result.set(DeviceOutput(
