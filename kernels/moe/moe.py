@@ -132,9 +132,13 @@ def _gemv_of_codes(*formats: str) -> Callable[[Inputs, DeviceCaps], Callable[[],
     return plan
 
 
-def _gemv(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
-    takes = not given.biased and plain_experts.gemv_takes(given.x, given.ids, given.w13, given.w2)
-    return partial(plain_experts.gemv, given) if takes else None
+def _gemv(gated: bool) -> Callable[[Inputs, DeviceCaps], Callable[[], Tensor] | None]:
+    def plan(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
+        fits = given.gated == gated and not given.biased
+        takes = fits and plain_experts.gemv_takes(given.x, given.ids, given.w13, given.w2)
+        return partial(plain_experts.gemv, given) if takes else None
+
+    return plan
 
 
 def _in_one_launch(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
@@ -188,7 +192,12 @@ CANDIDATES = (
         "quantized_experts.cu", "GPUs", "packed weights", _by_codes(quantized_experts.choose_tiled), most=PLAIN_ROUTED,
         borders=(*quantized_experts.TILES,),
     ),
-    ExpertCandidate("expert_gemv.cu", "GPUs", "f16 or bf16 without biases", _gemv, few=64, sums=True),
+    # Without gates 24 routed tokens of Nemotron 3 Nano take 15 % less in one launch, 6 take 4 % more (H200, 2026-11-30,
+    # benchmarks/ops_moe.py).
+    ExpertCandidate("expert_gemv.cu", "GPUs", "f16 or bf16 with gates, without biases", _gemv(True), few=64, sums=True),
+    ExpertCandidate(
+        "expert_gemv.cu", "GPUs", "f16 or bf16 without gates and biases", _gemv(False), few=16, sums=True
+    ),
     ExpertCandidate(
         "expert_mlp.cu", "sm_90, sm_100", "f16 or bf16 without biases, sizes multiples of 8",
         _in_one_launch, most=max(expert_mlp.TILES), borders=(*expert_mlp.TILES,),
