@@ -234,7 +234,8 @@ async def one_server(kills: Kills) -> None:
                 reader.cancel()
             wrong += ["a client hung"] * len(hung)
             if what in ("rank 0", "rank 1", "mpirun"):  # the server process is there to say it
-                wrong += [f"a client was told: {one}" for one in said if "closed the connection" in one]
+                broken = [one for one in said if "closed the connection" in one]
+                wrong += [f"a client was told: {one}: {server.output[-700:]}" for one in broken]
         wrong += await asyncio.to_thread(server.left, what not in ("launcher", "mpirun"))
         kills.add("servers", what, time.monotonic() - began, wrong)
     finally:

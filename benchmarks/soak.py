@@ -195,7 +195,8 @@ class Asker:
         body = {"model": self.model, "prompt": self.text(), "max_tokens": 4, "logprobs": 3}
         body["echo"] = self.random.random() < 0.3
         choice = expect(await self.post("/v1/completions", body), "choices")[0]
-        expect(choice["logprobs"], "tokens")
+        if choice["finish_reason"] != "stop":  # its first token may have been an end token
+            expect(choice["logprobs"], "tokens")
 
     async def embed(self) -> None:
         texts = [self.text() for _ in range(self.random.choice((1, 4)))]
