@@ -99,12 +99,12 @@ class StepModel:
                 if self.layout.tp > 1:
                     total += self.links.latency + logits / self.links.tensor
         host = parked(stage, self.cpu_offload)
-        rows = tokens * host.row / offload.PCIE
-        total, copies = total + rows, host.copied / offload.PCIE + rows
+        copies = host.copied / offload.PCIE
         if self._streams(tokens):
             total = max(total, offload.missing(stage, self.layout.offload) / min(offload.PCIE, self.host.bandwidth))
         # They run while the layers before compute, except those with experts in host memory.
         total = total + copies if self.layout.offload else max(total, copies)
+        total += tokens * host.row / offload.PCIE
         if self.layout.pp > 1:
             total += self.links.hop + tokens * self.shape.hidden * self.width / self.links.stage
         return total

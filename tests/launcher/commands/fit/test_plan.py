@@ -140,6 +140,18 @@ def test_embeddings_for_layers_in_host_memory(tmp_path):
     assert halves.memory.stages[0].host == size // 2
 
 
+def test_a_table_beside_experts_in_host_memory(shape):
+    """Qwen3-30B-A3B's 151936 x 2048 numbers: a step reads its tokens' rows once."""
+    model, where, size = shape("Qwen3-30B-A3B"), cluster(GPU141, per_node=1, host_memory=256e9), 151936 * 2048 * 2
+    there, here = (
+        plan.estimate(model, Layout(1, offload=64), where, Workload(8192, 16, 4096, cpu_offload=most))
+        for most in (size, 0)
+    )
+    assert there.memory.stages[0].parked == size and there.speed.running == here.speed.running
+    rows = there.speed.running * 2048 * 2 / 54e9 * 1e3
+    assert there.speed.decode_ms - here.speed.decode_ms == pytest.approx(rows)
+
+
 def test_the_best_is_served_fits_and_is_fast(shape):
     best = plan.best(figures(shape("Llama-3.1-70B"), cluster(nodes=2)))
     assert best.unserved == "" and best.runs and best.layout.tp * best.layout.pp * best.layout.dp == 16
