@@ -690,6 +690,8 @@ def main(argv: list[str] | None = None) -> int:
     made = parser()
     asked = made.parse_args(argv)
     if asked.table:
+        if lost := [str(file) for file in asked.file if not file.exists()]:
+            made.error(f"there is no {', '.join(lost)}")
         slices = [slice for file in asked.file for slice in load(file, asked.requests)["slices"]]
         print("\n".join(line for slice in slices for line in table(slice)))
         if len(slices) > 1:

@@ -78,6 +78,9 @@ def test_files_add_up(tmp_path, capsys):
     assert "chat 19997" in said
     (row,) = [line for line in said.splitlines() if line.startswith("| memory rank 0")]
     assert [word.strip() for word in row.split("|")[3:6]] == ["18.00", "2 of 3", "0.25"]
+    with pytest.raises(SystemExit):
+        soak.main([str(files[0]), str(tmp_path / "c.json"), "--table"])
+    assert "c.json" in capsys.readouterr().err
 
 
 @pytest.mark.long
