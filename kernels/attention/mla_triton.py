@@ -323,8 +323,7 @@ def decode(
 ) -> None:  # fmt: skip
     """n tokens, the query_len newest of each sequence, of up to `most` splits: q [n, heads, latent + rope], out [n,
     heads, latent], contiguous. A sequence of length 0 gives zeros. table_size: tokens of a table's entry; 0: of a block
-    of the cache. fill: splits of a sequence that find a
-    multiprocessor idle; asked of the device unless given."""
+    of the cache. fill: splits of a sequence that find a multiprocessor idle; asked of the device unless given."""
     n, heads, width = q.shape
     tile, groups, overlap = tile or (LARGE_TILE if _large_tiles(q) else 16), triton.cdiv(heads, GROUP), overlaps(q)
     fill = fill or (device_caps(q.device).num_sms // (n * groups) if q.is_cuda else 1)

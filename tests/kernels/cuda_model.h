@@ -4,8 +4,8 @@
 // the same for all kernels: it is compiled once, where a header's templates would be for each. Warps run in random order.
 // A copy poisons its target and lands some time later: what is read or written too early shows. So does what the kernel
 // before writes, if it is told: it is there once a block waits for that. Asynchronous GEMMs of tiles take place when they
-// are waited for. Blocks of a cluster take turns, each with its own dynamic shared memory. All fibers waiting with no copy under way is a deadlock. Memory that may be
-// read is told, the rest is an error.
+// are waited for. Blocks of a cluster take turns, each with its own dynamic shared memory. All fibers waiting with no copy
+// under way is a deadlock. Memory that may be read is told, the rest is an error.
 
 #include <cmath>
 #include <cstdint>
