@@ -84,7 +84,7 @@ class PlannedStep:
     query_len: int = 1  # tokens of sequences with drafts
     wanted: int = 0  # as protocol.Plan has it ...
     follows: bool = False  # ... and this
-    keeps: bool = False  # and this, unless a grammar needs the drafts
+    keeps: bool = False  # and this, if drafts are verified and no row that is sampled has a grammar
     proposed: dict[str, list[int]] = field(default_factory=dict)  # drafts by sequences' ids, of those that have some
     verified: list[Sequence] = field(default_factory=list)  # query_len tokens each
     decodes: list[Sequence] = field(default_factory=list)  # one token each, which may be a prompt's last

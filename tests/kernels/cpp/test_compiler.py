@@ -97,7 +97,7 @@ def test_of_two_processes_one_compiles(monkeypatch, tmp_path):
     both = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [one.communicate(timeout=100)[0] for one in both]
     assert [one.returncode for one in both] == [0, 0] and all("True\n" in one for one in said)
-    assert "".join(said).count("compiling C++ kernels") == 1
+    assert "".join(said).count("compiling C++ kernels for") == 1
     assert count.read_text() == "x\n" * 3
 
 

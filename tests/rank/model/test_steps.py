@@ -87,7 +87,7 @@ def compute(comm, path, tp, pp, narrow, early=False, **options):
         starts = rows.computed[members]
         rows.computed[members] += counts
         samples = rows.computed[members] >= rows.known[members]
-        last = torch.tensor([ids[row][min(start, 63)] for row, start in enumerate(rows.computed - 1)])
+        last = torch.tensor([[ids[row][min(start, 63)]] for row, start in enumerate(rows.computed - 1)])
         work = ScheduledBatch(members, starts, counts, samples, np.zeros(len(members), np.int64))
         narrowed = narrow and grid.last
         batches, sampled = build_batches(rows, work, last, caches, Upload(last.device), narrowed, **options)

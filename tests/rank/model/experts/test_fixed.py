@@ -7,6 +7,7 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MEMORY, FatalError
+from phalanx.kernels import host_memory
 from phalanx.rank.model import load_memory
 from phalanx.rank.model.experts import node_copy
 from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear, tensors_of
@@ -215,7 +216,13 @@ def test_as_few_are_fixed_as_the_host_needs(tmp_path, ranks):
     assert {0, 4, 5, 6} <= seen
 
 
-def test_more_are_fixed_where_ranks_cannot_share_memory(tmp_path, monkeypatch):
+@pytest.fixture
+def no_tables(monkeypatch):
+    """A GPU that cannot read tables in host memory: layers take all that there is for both."""
+    monkeypatch.setattr(host_memory, "in_reach", lambda device: False)
+
+
+def test_more_are_fixed_where_ranks_cannot_share_memory(tmp_path, monkeypatch, no_tables):
     """Also beside layers, which take host memory as well."""
     path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), OffloadOptions(offload=4)
     (_, whole), *_ = placed(path, room, None, 2)
@@ -238,7 +245,7 @@ def test_a_stage_without_experts_fixes_none(tmp_path):
         placed(path, room, -1, 2, pp=2)
 
 
-def test_layers_in_host_memory_leave_experts_less_of_it(tmp_path):
+def test_layers_in_host_memory_leave_experts_less_of_it(tmp_path, no_tables):
     path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), OffloadOptions(offload=4)
     ((_, whole),) = placed(path, room, None)
     some = whole.all_bytes // 10
