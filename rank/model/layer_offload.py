@@ -60,7 +60,8 @@ class LayerOffload:
         host memory at most; the layers that are taken lie as far apart as they can."""
         self.device, self.layers = device, len(layers)
         reached = device.type != "cuda" or host_memory.in_reach(device)
-        free = [table for table in tables if reached and not table.tied]
+        untied = [table for table in tables if not table.tied]
+        free, self._out_of_reach = (untied, False) if reached else ([], bool(untied))
         held = [(table.part or table).kept_bytes(dtype, device) for table in free]
         taken = layer_slots.choose_tables(held, size)
         self._tables = [free[place] for place in taken]
@@ -103,6 +104,11 @@ class LayerOffload:
         where memory could not be pinned.
         """
         lines = []
+        if self._out_of_reach:
+            lines.append(
+                "--cpu-offload-gb: embedding tables stay on the device, as this GPU does not read host memory by its "
+                "address there"
+            )
         if self._tables:
             if self.device.type == "cuda":
                 host_memory.check_pinned("--cpu-offload-gb", (table.weight for table in self._tables))

@@ -117,6 +117,17 @@ def test_tables_come_first(monkeypatch):
     (line,) = found.attach(aside=True)
     assert "2 embedding tables" in line and "host memory" in line
 
+    monkeypatch.setattr(host_memory, "in_reach", lambda device: False)
+    (found,) = threads.run(one_out_of_reach, 1)
+    (line,) = found.attach(aside=True)
+    assert not found.table_bytes and "tables stay on the device" in line
+
+
+def one_out_of_reach(comm):
+    table = VocabParallelEmbedding(100, 8, mesh.build(comm, 1, 1))
+    table.build("table", dense)
+    return LayerOffload({}, [table], 5000, torch.bfloat16, torch.device("cuda"))
+
 
 def test_two_microbatches(plain):
     """One is a sublayer ahead of the other: no slot may be filled anew before both have left."""
