@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from . import gguf_delta_nets
+from . import gguf_delta_nets, gguf_mamba2
 
 PLAIN = (Type.F32, Type.F16, Type.BF16)
 # Types that gguf-py decodes only → where their blocks have scales of f16
@@ -26,7 +26,7 @@ SCALES = {
     Type.IQ1_S: (0,),
 }  # fmt: skip
 # Whose queries and keys are written as interleaved pairs.
-PAIRED = "arcee", "granite", "granitemoe", "llama", "ministral3", "mistral", "mixtral", "smollm3"
+PAIRED = "arcee", "granite", "granitemoe", "granitemoehybrid", "llama", "ministral3", "mistral", "mixtral", "smollm3"
 
 
 def write(
@@ -76,7 +76,7 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "llama4_text": "llama4", "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
-    "lfm2_moe": "lfm2moe",
+    "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
 }  # fmt: skip
 LATENTS = "deepseek2", "glm-dsa"
 NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa"  # what becomes keys and values is in two tensors
@@ -182,6 +182,8 @@ def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: s
     """Keys that few architectures have."""
     if config["model_type"] in gguf_delta_nets.KINDS:
         gguf_delta_nets.metadata(writer, config)
+    if config["model_type"] in gguf_mamba2.KINDS:
+        gguf_mamba2.metadata(writer, config)
     if architecture == "apertus":
         _xielu(writer, config, tensors)
     if architecture == "llama4":
@@ -200,7 +202,7 @@ def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: s
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if architecture == "stablelm":
         writer.add_parallel_residual(config["use_parallel_residual"])
-    if architecture in ("granite", "granitemoe"):
+    if architecture in ("granite", "granitemoe", "granitehybrid"):
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -268,7 +270,7 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any], together: bool 
     """With one tensor of all experts, and of all heads' norms. Of some what files have apart, apart."""
     if config["model_type"] == "gpt_oss":
         tensors = dict(one for name, x in tensors.items() for one in _of_gpt_oss(name, x))
-    if config["model_type"] == "granitemoe":
+    if config["model_type"] in ("granitemoe", "granitemoehybrid"):
         tensors = dict(one for name, x in tensors.items() for one in _of_granite(name, x))
     if config["model_type"] == "llama4_text":
         tensors = dict(one for name, x in tensors.items() for one in _of_llama4(name, x))
@@ -278,6 +280,9 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any], together: bool 
         tensors = _with_whole_qkv(tensors)
     if config["model_type"] in gguf_delta_nets.KINDS:
         changed = (gguf_delta_nets.converted(name, x, config, together) for name, x in tensors.items())
+        tensors = dict(one for several in changed for one in several)
+    if config["model_type"] in gguf_mamba2.KINDS:
+        changed = (gguf_mamba2.converted(name, x, config) for name, x in tensors.items())
         tensors = dict(one for several in changed for one in several)
     found: dict[str, Any] = {}
     number = re.compile(r"\.(experts|norms)\.(\d+)(?=\.)")
@@ -321,10 +326,10 @@ def _of_gpt_oss(name: str, x: Tensor) -> list[tuple[str, Tensor]]:
 def _of_granite(name: str, x: Tensor) -> list[tuple[str, Tensor]]:
     """Gate and up apart, under the names that other models have."""
     stem = name.partition(".block_sparse_moe.")[0] + ".mlp.experts."
-    if name.endswith("input_linear.weight"):
+    if name.endswith("moe.input_linear.weight"):
         parts = zip(("gate_proj", "up_proj"), x.chunk(2, 1), strict=True)
         return [(f"{stem}{part}.weight", one.contiguous()) for part, one in parts]
-    return [(f"{stem}down_proj.weight" if name.endswith("output_linear.weight") else name, x)]
+    return [(f"{stem}down_proj.weight" if name.endswith("moe.output_linear.weight") else name, x)]
 
 
 def _of_llama4(name: str, x: Tensor) -> list[tuple[str, Tensor]]:
@@ -357,7 +362,7 @@ def _converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
 
 
 def _wanted(kind: str | Callable[[str], str], name: str) -> Type:
-    if "ssm_conv1d" in name or "shortconv.conv" in name:  # llama.cpp does not quantise it
+    if re.search(r"ssm_(conv1d|a|d|norm)\b|shortconv\.conv", name):  # llama.cpp does not quantise them
         return Type.F32
     return Type[kind if isinstance(kind, str) else kind(name)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def _entries(header: Header, architecture: Architecture, keys: dict[str, Any], i
         if part in architecture.STACKED:
             made = _rows(ours, architecture.STACKED[part], tensor)
         else:
-            tensor = tensor._replace(shape=_with_one(tensor.shape, architecture.ONES.get(part)))
+            tensor = tensor._replace(shape=_shape(architecture, name, tensor.shape))
             order = orders.get(part)
             _check_order(f"{header.file}: {name}", order, tensor)
             made = {ours: _entry(architecture, name, tensor, order)}
@@ -222,8 +223,13 @@ def _check_order(where: str, order: Order | None, tensor: Tensor) -> None:
         raise FatalError(f"{where} has {extent} {kind}, no heads of {order.period}", MODEL)
 
 
-def _with_one(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
-    if axis is None:
+def _shape(architecture: Architecture, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A tensor's shape in the model."""
+    part = part_of(name)
+    if part in architecture.FLAT:
+        return (math.prod(shape),)
+    axis = architecture.ONES.get(part)
+    if axis is None or name.endswith(".bias"):
         return shape
     others = [extent for extent in shape if extent != 1]
     return (*others[:axis], 1, *others[axis:])

@@ -28,6 +28,7 @@ class Architecture(NamedTuple):
     UNCHANGED: tuple[str, ...] = ()  # and norms to which they do not
     LOGARITHMS: tuple[str, ...] = ()  # tensors of which files have the negative exponential
     ONES: dict[str, int] = {}  # tensors whose axis of one files leave out → where it is in the model
+    FLAT: tuple[str, ...] = ()  # vectors that files have in several axes
     STACKED: dict[str, str] = {}  # matrices whose rows are vectors there → what stands before their numbers
     PER_LAYER: dict[str, str] = {}  # keys of the metadata that are tensors of the model, a number for each layer
     ENDINGS: dict[str, str] = {}  # what tensors end with there in place of weight or bias

@@ -31,6 +31,9 @@ LATENT = {
 NETS = {
     "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 64,
 }  # fmt: skip
+MAMBA2 = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 128,
+}  # fmt: skip
 SCALES = {"embedding_scale": 12.0, "attention.scale": 0.25, "residual_scale": 0.22, "logit_scale": 8.0}
 INDEXER = {"expert_gating_func": 2} | {f"attention.indexer.{key}": 16 for key in ("head_count", "key_length", "top_k")}
 WINDOW = {"attention.sliding_window": 9}
@@ -39,7 +42,7 @@ KEYS = {
     "cohere2": WINDOW | {"logit_scale": 0.5}, "deepseek2": EXPERTS | LATENT,
     "dots1": EXPERTS | {"expert_shared_count": 1}, "ernie4_5_moe": EXPERTS, "hunyuan_moe": EXPERTS,
     "lfm2": {"shortconv.l_cache": 3}, "lfm2moe": EXPERTS | {"shortconv.l_cache": 3},
-    "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "olmoe": EXPERTS,
+    "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "granitehybrid": SCALES | EXPERTS | MAMBA2, "olmoe": EXPERTS,
     "gemma2": WINDOW, "gemma3": WINDOW,
     "glm4moe": EXPERTS, "glm_dsa": EXPERTS | LATENT | INDEXER,
     "gpt_oss": EXPERTS | WINDOW, "granite": SCALES, "minimax_m2": EXPERTS,
@@ -85,6 +88,7 @@ LEFT_OUT = {
     "gpt_oss": ("gpt_oss", dict(layer_types=[], swiglu_limit=7.0, swiglu_alpha=1.702)),
     "granite": ("granite", {}),
     "granitemoe": ("granitemoe", {}),
+    "granitehybrid": ("granitemoehybrid", {}),
     "hunyuan_dense": ("hunyuan_v1_dense", {}),
     "hunyuan_moe": ("hunyuan_v1_moe", {}),
     "lfm2": ("lfm2", dict(
@@ -128,7 +132,8 @@ WINDOWS = {
     "cohere2": [9, 9, 9, 0, 9, 9], "exaone4": [9, 9, 9, 0, 9, 9], "gemma2": [9, 0] * 3,
     "gemma3": [9, 9, 9, 9, 9, 0], "gpt_oss": [9, 0] * 3,
 }  # fmt: skip
-UNROTATED = {"cohere2": [3], "exaone4": [3], "llama4": [3], "smollm3": [3], "starcoder": [0, 1, 2, 3, 4, 5]}  # layers
+ALL = [*range(LAYERS)]
+UNROTATED = {"cohere2": [3], "exaone4": [3], "llama4": [3], "smollm3": [3], "starcoder": ALL, "granitehybrid": ALL}
 
 
 @pytest.fixture
@@ -145,7 +150,7 @@ def args_of(tmp_path):
         if reader == "phi2":  # whose head is never tied
             writer.add_tensor("output.weight", np.zeros((VOCAB, HIDDEN), np.float32))
         for i in range(LAYERS):
-            net = reader.startswith(("qwen35", "qwen3next")) and (i + 1) % 4
+            net = reader.startswith(("qwen35", "qwen3next", "granitehybrid")) and (i + 1) % 4
             writer.add_tensor(f"blk.{i}.ssm_a" if net else f"blk.{i}.attn_norm.weight", np.zeros(4, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -47,6 +47,9 @@ MODELS = {
     ),
     "ernie4_5_moe in some": MODELS["ernie4_5_moe in some"] | dict(moe_layer_end_index=-1),
     "hunyuan_v1_moe": MODELS["hunyuan_v1_moe"] | dict(moe_topk=3),
+    "granitemoehybrid dense": MODELS["granitemoehybrid dense"] | dict(
+        mamba_proj_bias=False, position_embedding_type=None, attention_bias=False,
+    ),
     "exaone4": MODELS["exaone4"] | dict(sliding_window_pattern=4),
     "apertus": dict(model_type="apertus", rope_parameters=dict(rope_type="default", rope_theta=1e4)),
 } | {
@@ -57,6 +60,7 @@ MODELS = {
         "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "ernie4_5", "ernie4_5 biased", "arcee", "arcee biased",
         "seed_oss", "seed_oss other biases", "glm_moe_dsa", "granitemoe", "nemotron", "olmoe", "ernie4_5_moe",
         "hunyuan_v1_dense", "hunyuan_v1_dense biased", "lfm2", "lfm2_moe",
+        "granitemoehybrid",
     )
 }  # fmt: skip
 

@@ -1,0 +1,49 @@
+"""The tensors of Mamba-2 layers as llama.cpp's converter writes them, and their metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+from torch import Tensor
+
+KINDS = ("granitemoehybrid",)
+
+
+def metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    def of(*keys: str) -> Any:
+        return next(config[key] for key in keys if config.get(key) is not None)
+
+    heads = of("mamba_n_heads")
+    writer.add_ssm_conv_kernel(of("mamba_d_conv"))
+    writer.add_ssm_state_size(of("mamba_d_state"))
+    writer.add_ssm_group_count(of("mamba_n_groups"))
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(of("mamba_expand") * config["hidden_size"])
+    if config["model_type"] == "granitemoehybrid":
+        attend = [one in ("attention", "full_attention") for one in config["layer_types"]]
+        writer.add_head_count_kv([config["num_key_value_heads"] if one else 0 for one in attend])
+        writer.add_rope_scaling_finetuned(False)
+        writer.add_context_length(2**20)
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
+def converted(name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """A checkpoint's tensor as names that gguf-py's map knows, and tensors."""
+    if name.endswith("shared_mlp.input_linear.weight"):
+        stem = _shared(name, config)
+        return [(f"{stem}.{part}_proj.weight", one) for part, one in zip(("gate", "up"), x.chunk(2), strict=True)]
+    if name.endswith("shared_mlp.output_linear.weight"):
+        return [(f"{_shared(name, config)}.down_proj.weight", x)]
+    name = name.replace(".dt_bias", ".dt_proj.bias")
+    if name.endswith("conv1d.weight"):
+        x = x.squeeze(1)
+    if name.endswith("mamba.norm.weight"):
+        x = x.unflatten(0, (config["mamba_n_groups"], -1))
+    if name.endswith((".A_log", ".D")):
+        x = (-x.exp() if name.endswith("A_log") else x)[:, None]
+    return [(name, x)]
+
+
+def _shared(name: str, config: dict[str, Any]) -> str:
+    return name.partition(".shared_mlp.")[0] + (".mlp.shared_experts" if config["num_local_experts"] else ".mlp")
