@@ -43,6 +43,9 @@ def write(
     not model_type. together: projections of gated delta nets, and experts' gate and up. extra: tensors besides. Returns
     the first file."""
     config = json.loads((checkpoint / "config.json").read_text())
+    if config["model_type"] == "nemotron_h":  # transformers writes no number of layers
+        config["num_hidden_layers"] = len(kinds := gguf_mamba2.types(config))
+        architecture = "nemotron_h_moe" if "moe" in kinds else architecture
     architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
     tensors = _stacked(load_file(checkpoint / "model.safetensors"), config, together)
     most = -(-(len(tensors) + len(extra)) // shards)
@@ -83,6 +86,8 @@ NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa"  # what becomes keys and values is 
 # Names that gguf-py does not have.
 NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.experts.up_proj.weight": "ffn_up_exps.weight", "mixer.experts.down_proj.weight": "ffn_down_exps.weight",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "self_attention.query_key_value.weight": "attn_qkv.weight",
@@ -355,7 +360,7 @@ def _converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if f".{part}." in name:
                 x = x.unflatten(0, (config[heads], 2, -1)).transpose(1, 2).flatten(0, 2)
-    shifted = kind.startswith(("gemma", "nemotron")) or kind in gguf_delta_nets.KINDS
+    shifted = kind.startswith("gemma") or kind == "nemotron" or kind in gguf_delta_nets.KINDS
     if shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         x = x + 1
     return x.squeeze() if "shared_expert_gate" in name else x.squeeze(1) if name.endswith("conv.conv.weight") else x

@@ -43,6 +43,7 @@ KEYS = {
     "dots1": EXPERTS | {"expert_shared_count": 1}, "ernie4_5_moe": EXPERTS, "hunyuan_moe": EXPERTS,
     "lfm2": {"shortconv.l_cache": 3}, "lfm2moe": EXPERTS | {"shortconv.l_cache": 3},
     "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "granitehybrid": SCALES | EXPERTS | MAMBA2, "olmoe": EXPERTS,
+    "nemotron_h": MAMBA2, "nemotron_h_moe": SHARED | MAMBA2,
     "gemma2": WINDOW, "gemma3": WINDOW,
     "glm4moe": EXPERTS, "glm_dsa": EXPERTS | LATENT | INDEXER,
     "gpt_oss": EXPERTS | WINDOW, "granite": SCALES, "minimax_m2": EXPERTS,
@@ -57,6 +58,9 @@ GEMMA = dict(hidden_activation="gelu_pytorch_tanh", layer_types=[])  # which cou
 SLIDES = dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28, layer_types=[])
 EACH = dict(decoder_sparse_step=1, mlp_only_layers=[]) | FURTHER
 RMS = dict(rms_norm_eps=1e-6)  # of models that have layer_norm_eps
+NEMOTRON_H = dict(
+    hidden_act="relu2", hybrid_override_pattern="", mamba_hidden_act="silu", sliding_window=None,
+)  # fmt: skip
 GATED = dict(full_attention_interval=4, attn_output_gate=True)
 # For each reader: the model, and its arguments that the reader leaves out, without COMMON.
 LEFT_OUT = {
@@ -106,6 +110,12 @@ LEFT_OUT = {
     )),
     "mistral3": ("mistral", {}),
     "nemotron": ("nemotron", RMS | dict(hidden_act="relu2")),
+    "nemotron_h": ("nemotron_h", NEMOTRON_H | dict(
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=7688, moe_latent_size=None,
+        moe_shared_expert_intermediate_size=7688, routed_scaling_factor=1.0, n_group=1, topk_group=1,
+        norm_topk_prob=True,
+    )),
+    "nemotron_h_moe": ("nemotron_h", NEMOTRON_H),
     "olmo2": ("olmo2", dict(clip_qkv=None)),
     "olmoe": ("olmoe", dict(clip_qkv=None, norm_topk_prob=False)),
     "phi2": ("phi", RMS | dict(hidden_act="gelu_new", qk_layernorm=False)),
@@ -133,7 +143,10 @@ WINDOWS = {
     "gemma3": [9, 9, 9, 9, 9, 0], "gpt_oss": [9, 0] * 3,
 }  # fmt: skip
 ALL = [*range(LAYERS)]
-UNROTATED = {"cohere2": [3], "exaone4": [3], "llama4": [3], "smollm3": [3], "starcoder": ALL, "granitehybrid": ALL}
+UNROTATED = {
+    "cohere2": [3], "exaone4": [3], "llama4": [3], "smollm3": [3], "starcoder": ALL, "granitehybrid": ALL,
+    "nemotron_h": ALL, "nemotron_h_moe": ALL,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -150,7 +163,7 @@ def args_of(tmp_path):
         if reader == "phi2":  # whose head is never tied
             writer.add_tensor("output.weight", np.zeros((VOCAB, HIDDEN), np.float32))
         for i in range(LAYERS):
-            net = reader.startswith(("qwen35", "qwen3next", "granitehybrid")) and (i + 1) % 4
+            net = reader.startswith(("qwen35", "qwen3next", "granitehybrid", "nemotron_h")) and (i + 1) % 4
             writer.add_tensor(f"blk.{i}.ssm_a" if net else f"blk.{i}.attn_norm.weight", np.zeros(4, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
