@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from phalanx.rank.gguf import architectures
 from phalanx.rank.model.formats._plain import HalfFloatsPart as HalfFloats
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights import safetensors, striped
+from safetensors.torch import load_file, save_file
 
 from ... import gguf_files
 from ..reference import Reference
@@ -247,6 +249,25 @@ def test_value_heads_in_another_order(tmp_path, expected, caplog, dim, ways):
         assert distance(logits, expected(same, ids)) < 1e-4
     told = [one for one in caplog.messages if one.startswith("dequantised")]
     assert len(told) == (2 if dim == 16 else 0)
+
+
+MAMBA2 = {
+    "granitemoehybrid": dict(mamba_n_heads=8, mamba_d_head=16, num_attention_heads=4, num_key_value_heads=2),
+    "nemotron_h": {},
+}
+
+
+@pytest.mark.parametrize("name", MAMBA2)
+def test_linears_of_mamba2_are_quantised(tmp_path, expected, name):
+    path = write(tmp_path / "plain", **MODELS[name] | dict(hidden_size=64) | MAMBA2[name])
+    file, ids = gguf_files.write(path, tmp_path / "x.gguf", lambda of: "Q8_0" if "ssm_in" in of else "F32"), tokens(40)
+    tensors = load_file(path / "model.safetensors")
+    for one in [one for one in tensors if one.endswith(("mamba.in_proj.weight", "mixer.in_proj.weight"))]:
+        codes = gguf.quants.quantize(tensors[one].float().numpy(), gguf.GGMLQuantizationType.Q8_0)
+        held = gguf.quants.dequantize(codes, gguf.GGMLQuantizationType.Q8_0)
+        tensors[one] = torch.from_numpy(held.copy()).to(tensors[one].dtype)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert distance(run_steps(file, [ids])[0], expected(path, ids)) < 1e-3
 
 
 def test_random_weights_are_moderate(quantised, tmp_path):
