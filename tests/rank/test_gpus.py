@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from phalanx.launcher import builtin_model
 from phalanx.launcher.job import mpi_env
 from phalanx.rank import protocol
 
@@ -109,6 +110,27 @@ def test_seeded_draws_do_not_depend_on_the_gpus(checkpoint, tp):
     for ranks in (1, tp):
         with start(checkpoint("llama"), ranks, tp=ranks) as engine:
             found.append(engine.generate(request)["a"].tokens)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("drafts", ["ngram", "mtp"])
+def test_drafts_change_no_token(tp, pp, drafts):
+    """Texts of the built-in model, whose head drafts, greedy and drawn, of prompts that repeat themselves."""
+    requests = {
+        f"{i} at {heat}": (prompt(i, 8) * 8, protocol.SamplingParams(max_tokens=60, temperature=heat, seed=i))
+        for i in range(4)
+        for heat in (0.0, 1.0)
+    }
+    found = []
+    for speculate in ("none", drafts):
+        options = dict(tp=tp, pp=pp, speculate=speculate, dtype="f32", max_model_len=512)
+        with start(builtin_model.DIRECTORY, tp * pp, **options) as engine:
+            outputs = engine.generate(requests)
+            found.append({name: outputs[name].tokens for name in requests})
+            if speculate != "ngram":  # whether these pay depends on the clock; a head tries
+                assert bool(engine.rest().speculation) == (speculate != "none")
+            assert engine.drain(60) == 0
     assert found[0] == found[1]
 
 
