@@ -17,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from ...gguf import header
 from . import sentencepiece
-from .sentencepiece import CONTROL, NORMAL, USER_DEFINED, Piece
+from .sentencepiece import CONTROL, NORMAL, SPACE, USER_DEFINED, Piece
 
 log = logging.getLogger(__name__)
 
@@ -156,9 +156,9 @@ def _documents(file: Path, size: int, changed: int) -> dict[str, dict[str, Any]]
 def build(file: Path) -> tuple[tokenizers.Tokenizer, list[str], list[str]]:
     """The tokenizer, and what it puts before and behind a text. Raises ValueError where the file's cannot be read."""
     found = _Vocabulary(file)
-    makers = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _sentencepiece}
+    makers = {"gpt2": _byte_level, "gemma4": _gemma4, "llama": _sentencepiece, "t5": _sentencepiece}
     if found.kind not in makers:
-        raise ValueError(f"{file} has a tokenizer of the kind {found.kind!r}; gpt2, llama and t5 can be read")
+        raise ValueError(f"{file} has a tokenizer of the kind {found.kind!r}; {', '.join(makers)} can be read")
     try:
         made = makers[found.kind](found)
     except ValueError:
@@ -166,7 +166,8 @@ def build(file: Path) -> tuple[tokenizers.Tokenizer, list[str], list[str]]:
     except Exception as error:  # what the library raises has no class of its own
         raise ValueError(f"the tokenizer in {file} is damaged: {error}") from None
     ends: list[list[str]] = []
-    for name, usual in (("bos", found.pre in WHOLE_WORDS or found.kind == "llama"), ("eos", found.kind == "t5")):
+    first = found.pre in WHOLE_WORDS or found.kind in ("llama", "gemma4")
+    for name, usual in (("bos", first), ("eos", found.kind == "t5")):
         wanted, token = found.value(f"add_{name}_token", bool, usual), found.token(name)
         ends.append([token] if wanted and token is not None else [])
     return made, ends[0], ends[1]
@@ -179,18 +180,32 @@ def _byte_level(found: _Vocabulary) -> tokenizers.Tokenizer:
         raise ValueError(f"{found.file} has the pre-tokenizer {found.pre!r}, which is not known; known are {known}")
     if found.pre == "default":
         log.warning("%s does not say how its tokenizer cuts texts: GPT-2's way is taken", found.file)
-    merges: list[tuple[str, str]] = []
-    for one in found.array("merges", str):
-        at = one.find(" ", 1)  # a pair with a space between
-        merges.append((one[:at], one[at + 1 :]))
-    vocab = {token: i for i, token in enumerate(found.tokens)}
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=found.pre in WHOLE_WORDS))
+    made = tokenizers.Tokenizer(_bpe(found, ignore_merges=found.pre in WHOLE_WORDS))
     if found.pre in COMPOSED:
         made.normalizer = cast(Any, normalizers.NFC())
     made.pre_tokenizer = cast(Any, pre_tokenizers.Sequence(steps()))
     made.decoder = cast(Any, decoders.ByteLevel())
     made.add_tokens(sentencepiece.added_tokens(zip(found.tokens, found.types, strict=True)))
     return made
+
+
+def _gemma4(found: _Vocabulary) -> tokenizers.Tokenizer:
+    """Pairs of characters are merged, spaces among them; what is no token becomes bytes."""
+    made = tokenizers.Tokenizer(_bpe(found, byte_fallback=True, fuse_unk=True, unk_token=found.token("unknown")))
+    made.normalizer = cast(Any, normalizers.Replace(" ", SPACE))
+    made.decoder = cast(
+        Any, decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    )
+    made.add_tokens(sentencepiece.added_tokens(zip(found.tokens, found.types, strict=True)))
+    return made
+
+
+def _bpe(found: _Vocabulary, **options: Any) -> models.BPE:
+    merges: list[tuple[str, str]] = []
+    for one in found.array("merges", str):
+        at = one.find(" ", 1)  # a pair with a space between
+        merges.append((one[:at], one[at + 1 :]))
+    return models.BPE(vocab={token: i for i, token in enumerate(found.tokens)}, merges=merges, **options)
 
 
 def _sentencepiece(found: _Vocabulary) -> tokenizers.Tokenizer:

@@ -5,7 +5,7 @@ import time
 import gguf
 import pytest
 from phalanx.rank.server.text import gguf as text
-from phalanx.rank.server.text import tokenizer_file
+from phalanx.rank.server.text import sentencepiece, tokenizer_file
 from phalanx.rank.server.text.load import Text
 from phalanx.rank.server.text.tokenizer import ALPHABET, Tokenizer
 from tokenizers import Tokenizer as Library
@@ -91,6 +91,25 @@ def test_sentencepiece(tmp_path, type, kind):
         assert made.decode(want) == truth.decode(want)
 
 
+def test_gemma_4(tmp_path):
+    """The pairs that SentencePiece merges by scores, as a list."""
+    truth = train(tmp_path, **KINDS["no prefix"])
+    size = range(truth.get_piece_size())
+    kinds = {2: truth.is_unknown, 3: truth.is_control, 6: truth.is_byte}
+    types = [next((number for number, of in kinds.items() if of(i)), 1) for i in size]
+    tokens = [truth.id_to_piece(i) for i in size]
+    plain = sorted((i for i in size if types[i] == 1), key=lambda i: (-truth.get_score(i), i))
+    merges = sentencepiece.merges_of({tokens[i]: rank for rank, i in enumerate(plain)})
+    file = write(
+        tmp_path / "x.gguf", model="gemma4", tokens=tokens, token_type=types, merges=[" ".join(one) for one in merges],
+        bos_token_id=truth.bos_id(), unknown_token_id=truth.unk_id(), add_space_prefix=False,
+    )  # fmt: skip
+    made = Tokenizer(file)
+    for one in TEXTS:
+        assert made.encode(one, True) == [truth.bos_id(), *truth.encode(one)], one
+        assert made.decode(truth.encode(one)) == one
+
+
 @pytest.mark.parametrize("more, start, end", [
     (dict(), [], []),
     (dict(pre="llama-bpe"), [0], []),
@@ -125,7 +144,7 @@ def test_ends_and_templates(tiny, tmp_path):
 
 @pytest.mark.parametrize("change, words", [
     (dict(tokens=None), "has no tokenizer: tokenizer.ggml.tokens is missing"),
-    (dict(model="bert"), "has a tokenizer of the kind 'bert'; gpt2, llama and t5 can be read"),
+    (dict(model="bert"), "the kind 'bert'; gpt2, gemma4"),
     (dict(pre="viking"), "has the pre-tokenizer 'viking', which is not known; known are chatglm-bpe"),
     (dict(token_type=[1, 2]), "tokens, but the types of 2"),
     (dict(model="llama", scores=[0.5]), "tokens, but the scores of 1"),
