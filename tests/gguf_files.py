@@ -79,7 +79,7 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "llama4_text": "llama4", "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
-    "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
+    "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid", "gemma4_text": "gemma4",
 }  # fmt: skip
 LATENTS = "deepseek2", "glm-dsa"
 NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa"  # what becomes keys and values is in two tensors
@@ -99,6 +99,9 @@ NAMES = {
     "block_sparse_moe.experts.w1.weight": "ffn_gate_exps.weight",
     "block_sparse_moe.experts.w2.weight": "ffn_down_exps.weight",
     "block_sparse_moe.experts.w3.weight": "ffn_up_exps.weight",
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
+    ".experts.gate_up_proj": "ffn_gate_up_exps.weight", ".experts.down_proj": "ffn_down_exps.weight",
     ".eh_proj.weight": "nextn.eh_proj.weight", ".enorm.weight": "nextn.enorm.weight",
     ".hnorm.weight": "nextn.hnorm.weight", ".shared_head.norm.weight": "nextn.shared_head_norm.weight",
 }  # fmt: skip
@@ -146,7 +149,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_layer_norm_eps(eps)
     if (eps := of("rms_norm_eps")) is not None:
         writer.add_layer_norm_rms_eps(eps)
-    if config.get("head_dim") and architecture not in LATENTS:
+    if config.get("head_dim") and architecture not in (*LATENTS, "gemma4"):
         writer.add_key_length(dim)
         writer.add_value_length(dim)
     _rope(writer, config, dim)
@@ -160,7 +163,7 @@ def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str)
 
     if experts := of("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(of("num_experts_per_tok", "moe_k", "moe_topk"))
+        writer.add_expert_used_count(of("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"))
         if inner := of("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(inner)
     if shared := of("shared_expert_intermediate_size"):
@@ -195,11 +198,16 @@ def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: s
         writer.add_feed_forward_length(config["intermediate_size_mlp"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    if architecture == "gemma4":
+        _gemma4(writer, config)
     if architecture == "cohere2":
         writer.add_logit_scale(config["logit_scale"])
     if architecture in LATENTS:
         _latents(writer, config)
-    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2", "exaone4") or config["model_type"] == "olmo3":
+    if (
+        architecture in ("gemma2", "gemma3", "gemma4", "phi3", "gpt-oss", "cohere2", "exaone4")
+        or config["model_type"] == "olmo3"
+    ):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -223,6 +231,28 @@ def _xielu(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, T
     writer.add_xielu_alpha_n(of_all_layers("alpha_n"))
     writer.add_xielu_beta(of_all_layers("beta"))
     writer.add_xielu_eps(of_all_layers("eps"))
+
+
+def _gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    layers, shared, inner = (config[key] for key in ("num_hidden_layers", "num_kv_shared_layers", "intermediate_size"))
+    slides = [one == "sliding_attention" for one in config["layer_types"]]
+    full = config["per_layer_config"][str(layers - 1)]
+    dim, heads = full["head_dim"], config["num_key_value_heads"]
+    writer.add_sliding_window_pattern(slides)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(dim)
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    if config["use_double_wide_mlp"]:
+        writer.add_feed_forward_length([inner * (1 + (i >= layers - shared)) for i in range(layers)])
+    if "num_key_value_heads" in full:
+        writer.add_head_count_kv([heads if one else full["num_key_value_heads"] for one in slides])
+    rotated = int(config["rope_parameters"]["full_attention"]["partial_rotary_factor"] * dim / 2)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (dim // 2 - rotated), np.float32))
 
 
 def _latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -267,7 +297,7 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
         if full.get("mscale_all_dim"):
             writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"] * (1 if beta else 0.1))
     partial = config.get("partial_rotary_factor") or full.get("partial_rotary_factor")
-    if partial is not None:
+    if partial is not None and full.get("rope_type") != "proportional":
         writer.add_rope_dimension_count(int(dim * partial))
 
 
@@ -360,14 +390,16 @@ def _converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if f".{part}." in name:
                 x = x.unflatten(0, (config[heads], 2, -1)).transpose(1, 2).flatten(0, 2)
-    shifted = kind.startswith("gemma") or kind == "nemotron" or kind in gguf_delta_nets.KINDS
+    shifted = (
+        (kind.startswith("gemma") and kind != "gemma4_text") or kind == "nemotron" or kind in gguf_delta_nets.KINDS
+    )
     if shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         x = x + 1
     return x.squeeze() if "shared_expert_gate" in name else x.squeeze(1) if name.endswith("conv.conv.weight") else x
 
 
 def _wanted(kind: str | Callable[[str], str], name: str) -> Type:
-    if re.search(r"ssm_(conv1d|a|d|norm)\b|shortconv\.conv", name):  # llama.cpp does not quantise them
+    if re.search(r"ssm_(conv1d|a|d|norm)\b|shortconv\.conv|ffn_gate_inp\.", name):  # llama.cpp does not quantise them
         return Type.F32
     return Type[kind if isinstance(kind, str) else kind(name)]
 
@@ -414,7 +446,9 @@ def dequantised(checkpoint: Path, into: Path, kind: str | Callable[[str], str]) 
             made = torch.from_numpy(np.ascontiguousarray(data))
             if config["model_type"] in gguf_delta_nets.KINDS:
                 made = gguf_delta_nets.restored(name, made, config, tensors)
-            if (whole := _whole(name, made, tensors)) is not None:
+            if name in tensors and tensors[name].shape == made.shape:
+                tensors[name] = made
+            elif (whole := _whole(name, made, tensors)) is not None:
                 tensors |= whole
             elif ".experts." in name:
                 stem, _, end = name.rpartition(".experts.")

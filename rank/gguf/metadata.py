@@ -34,6 +34,14 @@ class Metadata:
             value = some[0] if all(one == some[0] for one in some) else value
         return self._checked(f"{self.architecture}.{key}", default if value is None else value, int)
 
+    def of_layers(self, key: str, kind: type, default: Any = None) -> list[Any]:
+        """The values of all layers, at least one: a list, or one value for all."""
+        value, layers = self.values.get(f"{self.architecture}.{key}", default), self.integer("block_count")
+        found = value if isinstance(value, list) else [value] * layers
+        if len(found) != layers or not found:
+            raise FatalError(f"{self.file}: the metadata's {key} has {len(found)} values for {layers} layers", MODEL)
+        return [self._checked(f"{self.architecture}.{key}", one, kind) for one in found]
+
     def number(self, key: str, default: float | None = None) -> float:
         return self._own(key, (int, float), default)
 

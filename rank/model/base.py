@@ -434,7 +434,8 @@ class Model(nn.Module):
     def rename(cls, name: str) -> str:
         """Map a checkpoint's tensor name to the path of the module's attribute."""
         for theirs, ours in cls.RENAMED.items():
-            name = name.replace(theirs, ours)
+            if theirs not in ours or ours not in name:  # names of GGUF files are the modules' already
+                name = name.replace(theirs, ours)
         return f"{name}.weight" if name.endswith(STACKED) else name
 
     @classmethod

@@ -56,8 +56,8 @@ SHARED_EXPERTS = layer(
 )
 
 
-def config(m: Metadata) -> dict[str, Any]:
-    """The keys of config.json that all architectures have."""
+def config(m: Metadata, **known: int) -> dict[str, Any]:
+    """The keys of config.json that all architectures have. known: those whose numbers differ from layer to layer."""
     embedding = m.tensor("token_embd.weight")
     if embedding is None:
         raise FatalError(f"{m.file} has no tensor token_embd.weight", MODEL)
@@ -73,9 +73,10 @@ def config(m: Metadata) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": m.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": known.get("num_key_value_heads") or m.integer("attention.head_count_kv", heads),
         "head_dim": m.integer("attention.key_length", hidden // heads),
-        "intermediate_size": m.integer("feed_forward_length", 0 if m.has("expert_feed_forward_length") else None),
+        "intermediate_size": known.get("intermediate_size")
+        or m.integer("feed_forward_length", 0 if m.has("expert_feed_forward_length") else None),
         "vocab_size": embedding.shape[0],
         "max_position_embeddings": m.integer("context_length"),
         "tie_word_embeddings": m.tensor("output.weight") is None,

@@ -44,7 +44,9 @@ KEYS = {
     "lfm2": {"shortconv.l_cache": 3}, "lfm2moe": EXPERTS | {"shortconv.l_cache": 3},
     "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "granitehybrid": SCALES | EXPERTS | MAMBA2, "olmoe": EXPERTS,
     "nemotron_h": MAMBA2, "nemotron_h_moe": SHARED | MAMBA2,
-    "gemma2": WINDOW, "gemma3": WINDOW,
+    "gemma2": WINDOW, "gemma3": WINDOW, "gemma4": WINDOW | {
+        "attention.sliding_window_pattern": [True] * 5 + [False], "attention.key_length_swa": HEAD,
+    },
     "glm4moe": EXPERTS, "glm_dsa": EXPERTS | LATENT | INDEXER,
     "gpt_oss": EXPERTS | WINDOW, "granite": SCALES, "minimax_m2": EXPERTS,
     "llama4": EXPERTS | {"expert_used_count": 1, "interleave_moe_layer_step": 2}, "qwen2moe": SHARED,
@@ -82,6 +84,11 @@ LEFT_OUT = {
     "gemma3": ("gemma3_text", GEMMA | dict(
         attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window_pattern=6,
         use_bidirectional_attention=False,
+    )),
+    "gemma4": ("gemma4_text", dict(
+        hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
+        sliding_window_pattern=6, use_bidirectional_attention=None, per_layer_config={}, pad_token_id=0,
+        query_pre_attn_scalar=256, num_experts=None, top_k_experts=None, moe_intermediate_size=None,
     )),
     "glm4": ("glm4", {}),
     "glm4moe": ("glm4_moe", dict(scoring_func="sigmoid", topk_method="noaux_tc")),
@@ -140,7 +147,7 @@ LEFT_OUT = {
 # The values of each layer, where they are not 0 in all.
 WINDOWS = {
     "cohere2": [9, 9, 9, 0, 9, 9], "exaone4": [9, 9, 9, 0, 9, 9], "gemma2": [9, 0] * 3,
-    "gemma3": [9, 9, 9, 9, 9, 0], "gpt_oss": [9, 0] * 3,
+    "gemma3": [9, 9, 9, 9, 9, 0], "gemma4": [9, 9, 9, 9, 9, 0], "gpt_oss": [9, 0] * 3,
 }  # fmt: skip
 ALL = [*range(LAYERS)]
 UNROTATED = {

@@ -62,7 +62,7 @@ MODELS = {
         "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "ernie4_5", "ernie4_5 biased", "arcee", "arcee biased",
         "seed_oss", "seed_oss other biases", "glm_moe_dsa", "granitemoe", "nemotron", "olmoe", "ernie4_5_moe",
         "hunyuan_v1_dense", "hunyuan_v1_dense biased", "lfm2", "lfm2_moe",
-        "granitemoehybrid", "nemotron_h", "nemotron_h dense",
+        "granitemoehybrid", "nemotron_h", "nemotron_h dense", "gemma4_text", "gemma4_text small",
     )
 }  # fmt: skip
 
@@ -211,8 +211,15 @@ GATE_AND_UP = dict(
 )  # fmt: skip
 
 
+GEMMA4 = dict(intermediate_size=128, head_dim=32, global_head_dim=64, num_attention_heads=4, num_key_value_heads=2)
+GEMMA4_EXPERTS = MODELS["gemma4_text"] | GEMMA4 | dict(moe_intermediate_size=64, num_hidden_layers=3)
+GEMMA4_SMALL = MODELS["gemma4_text small"] | GEMMA4 | dict(hidden_size_per_layer_input=32)
+
+
 @pytest.mark.parametrize(
-    "sizes, kind", [(LATENT, "Q8_0"), (SINKS, "MXFP4"), (GATE_AND_UP, "Q8_0")], ids=["latents", "mxfp4", "gate and up"]
+    "sizes, kind",
+    [(LATENT, "Q8_0"), (SINKS, "MXFP4"), (GATE_AND_UP, "Q8_0"), (GEMMA4_EXPERTS, "Q8_0"), (GEMMA4_SMALL, "Q8_0")],
+    ids=["latents", "mxfp4", "gate and up", "Gemma 4's experts", "Gemma 4 small"],
 )
 def test_what_files_hold_apart_is_quantised(tmp_path, expected, caplog, sizes, kind):
     def kind_of(name):
@@ -226,7 +233,7 @@ def test_what_files_hold_apart_is_quantised(tmp_path, expected, caplog, sizes, k
     for tp, way in ((1, "direct"), (2, "striped")):
         (logits,) = run_steps(file, [ids], tp=tp, way=way)
         assert distance(logits, expected(same, ids)) < 1e-4
-    if kind == "MXFP4":
+    if kind == "MXFP4" or sizes["model_type"] == "gemma4_text":
         assert not [one for one in caplog.messages if one.startswith("dequantised")]
 
 
