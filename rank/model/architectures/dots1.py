@@ -16,5 +16,10 @@ class Args(deepseek_v3.ExpertArgs, qwen3.Args):
     sliding_window: Count | None = 4096
     max_window_layers: int = 62
 
+    def __post_init__(self) -> None:
+        if self.scoring_func == "noaux_tc":  # as the first checkpoints name it
+            object.__setattr__(self, "scoring_func", "sigmoid")
+        super().__post_init__()
+
 
 Model = llama.Model
