@@ -300,12 +300,16 @@ class Model(nn.Module):
         self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
         self.tied = self._is_tied(args, names)
         self.tensor = mesh.tensor
-        self.model = self.DECODER(args, mesh, self.LAYER)
+        self.model = self.DECODER(args, mesh, self.layer_class(args))
         ropes = [args.rope(index) for index in range(args.num_hidden_layers)]
         self.rope = RotaryEmbeddings(ropes, args.head_dim, args.max_position_embeddings, max_model_len)
         self.lm_head = self._head(args, mesh) if mesh.last else None
         self.vision = self._tower(args, mesh, names)
         self._build(names, format_of, table_of)
+
+    @classmethod
+    def layer_class(cls, args: Any) -> type[Layer]:
+        return cls.LAYER
 
     @property
     def stream_size(self) -> int:

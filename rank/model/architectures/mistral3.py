@@ -1,15 +1,15 @@
-"""Mistral Small 3.1 and Ministral 3 with vision (Mistral AI 2025)."""
+"""Mistral Small 3.1 and 4 and Ministral 3 with vision (Mistral AI 2025, 2026)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ....errors import MODEL, FatalError
 from .. import base
 from ..config import Config
 from ..vision import mistral3
-from . import llama, ministral3, mistral
+from . import deepseek_v2, llama, ministral3, mistral, mistral4
 
 CONFIG = {"text_type": "mistral"}
 
@@ -24,8 +24,17 @@ class Ministral3Args(base.SeeingArgs, ministral3.Args):
     pass
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mistral4Args(base.SeeingArgs, mistral4.Args):
+    pass
+
+
 class Args(base.SeeingArgs, mistral.Args):
-    TEXT: ClassVar[dict[str, type[base.SeeingArgs]]] = {"mistral": MistralArgs, "ministral3": Ministral3Args}
+    TEXT: ClassVar[dict[str, type[base.SeeingArgs]]] = {
+        "mistral": MistralArgs,
+        "ministral3": Ministral3Args,
+        "mistral4": Mistral4Args,
+    }
 
     @classmethod
     def from_config(cls, config: Config) -> base.SeeingArgs:  # type: ignore[override]
@@ -40,6 +49,10 @@ class Args(base.SeeingArgs, mistral.Args):
         return cls.TEXT[text].from_config(config)
 
 
-class Model(base.SeeingModel, llama.Model):
+class Model(base.SeeingModel, deepseek_v2.Model):
     PREFIXES = base.SeeingModel.PREFIXES | base.PROJECTED
     TOWER = mistral3.Tower
+
+    @classmethod
+    def layer_class(cls, args: Any) -> type[base.Layer]:
+        return cls.LAYER if isinstance(args, Mistral4Args) else llama.Layer

@@ -299,7 +299,7 @@ FAMILIES = (
     FamilyTemplate("Llama 2", FIRST + instructions(BOS, FRAMED), models=("llama",)),
     FamilyTemplate(
         "Mistral", FIRST + BOS + instructions("", FOLD),
-        models=("ministral", "ministral3", "mistral", "mistral3", "mixtral"),
+        models=("ministral", "ministral3", "mistral", "mistral3", "mistral4", "mixtral"),
     ),
 )  # fmt: skip
 

@@ -104,6 +104,14 @@ MODELS = {
             model_type="ministral3", head_dim=16, rope_parameters=TEMPERATURE, tie_word_embeddings=True,
         ),
     ),
+    "mistral3 of mistral4": dict(
+        model_type="mistral3", vision_config=dict(model_type="pixtral", num_hidden_layers=2), image_token_index=IMAGE,
+        image_break_token_id=513, image_end_token_id=514, spatial_merge_size=2, tie_word_embeddings=False,
+        text_config=DEEPSEEK | dict(
+            model_type="mistral4", vocab_size=520, q_lora_rank=40, first_k_dense_replace=1, n_shared_experts=1,
+            rope_parameters=TEMPERATURE, tie_word_embeddings=False,
+        ),
+    ),
     "llava": dict(
         model_type="llava", vision_config=dict(model_type="clip_vision_model", num_hidden_layers=3, image_size=42),
         image_token_index=IMAGE, text_config=dict(model_type="llama", vocab_size=520), tie_word_embeddings=False,

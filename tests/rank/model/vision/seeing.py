@@ -69,9 +69,9 @@ PREPROCESSOR = {
     ),
     "gemma4": dict(image_processor_type="Gemma4ImageProcessor", patch_size=7, max_soft_tokens=70),
     "gemma4 small": dict(image_processor_type="Gemma4ImageProcessor", patch_size=7, max_soft_tokens=70),
-    "mistral3": dict(
+    **dict.fromkeys(("mistral3", "mistral3 of mistral4"), dict(
         image_processor_type="PixtralImageProcessor", size=dict(longest_edge=200), patch_size=dict(height=28, width=28),
-    ),
+    )),
 }  # fmt: skip
 SEEING = tuple(PREPROCESSOR)  # of shapes.MODELS
 TEMPLATE = (
