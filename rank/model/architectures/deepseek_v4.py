@@ -31,10 +31,7 @@ from ..layers.residual import Normed, ResidualStream
 from ..layers.rope import Parameters
 
 # Layers with entries have rope parameters of their own, those of full attention here.
-CONFIG = {
-    "defaults": {"head_dim": 512, "num_key_value_heads": 1},
-    "rope_per_layer_type": True,
-}
+CONFIG = {"defaults": {"head_dim": 512, "num_key_value_heads": 1}, "rope_per_layer_type": True}
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 RATES = {SPARSE: 4, HEAVY: 128}
 HASHED, ROUTED = "hash_moe", "moe"
@@ -42,7 +39,6 @@ HASHED, ROUTED = "hash_moe", "moe"
 
 @dataclass(frozen=True, kw_only=True)
 class Args(base.Args):
-    num_key_value_heads: int = 1
     q_lora_rank: Count = 1024
     o_groups: Count = 8
     o_lora_rank: Count = 1024
@@ -66,6 +62,7 @@ class Args(base.Args):
     mlp_layer_types: list[str] = field(default_factory=list)
     num_hash_layers: int = 3
     scoring_func: str = "sqrtsoftplus"
+    norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.5
     swiglu_limit: float = 10.0
     hidden_act: str = "silu"
@@ -76,9 +73,9 @@ class Args(base.Args):
             raise FatalError(f"config.json: {factor} of each head is rotated, expected above 0 and at most 1", MODEL)
         object.__setattr__(self, "qk_rope_head_dim", int(self.head_dim * factor))
         object.__setattr__(self, "partial_rotary_factor", factor)
-        base.expect("scoring_func", self.scoring_func, "sqrtsoftplus")
-        base.expect("num_key_value_heads", self.num_key_value_heads, 1)
-        base.expect("hidden_act", self.hidden_act, "silu")
+        only = {"scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "num_key_value_heads": 1, "hidden_act": "silu"}
+        for key, value in only.items():
+            base.expect(key, getattr(self, key), value)
         object.__setattr__(self, "hidden_act", limited(CLAMPED_SILU, self.swiglu_limit))
 
     def layer_type(self, index: int) -> str:

@@ -32,9 +32,11 @@ class Args(ernie4_5.Args):
     moe_layer_start_index: int = 1
     moe_layer_end_index: float | None = None  # a whole number, also -1: the last layer
     moe_layer_interval: Count = 1
+    moe_norm_min: float = 1e-12  # by which weights are divided at least
 
     def __post_init__(self) -> None:
         base.expect("use_bias", self.mlp_bias, False)
+        base.expect("moe_norm_min", self.moe_norm_min, 1e-12)
 
     def sparse(self, index: int) -> bool:
         """Whether a layer has experts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -48,11 +49,13 @@ class Args(llama.Args):
     ssm_multipliers: list[float] = field(default_factory=lambda: [1.0] * 5)  # of z, x, keys, queries and time steps
     ssm_in_multiplier: float = 1.0
     ssm_out_multiplier: Divisor = 1.0
+    time_step_limit: Any = None
 
     def __post_init__(self) -> None:
         for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
             if len(given := getattr(self, key)) != count:
                 raise FatalError(f"config.json: {key} is {given}, expected {count} numbers", MODEL)
+        mamba2.check_time_steps(self.time_step_limit)
         base.expect("hidden_act", self.hidden_act, "silu")
         for key in ("attention_bias", "mamba_proj_bias", "projectors_bias"):
             base.expect(key, getattr(self, key), False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ....errors import MODEL, FatalError
 from . import llama
 
 CONFIG = {"defaults": {"head_dim": 256}}
@@ -16,8 +17,10 @@ class Args(llama.Args):
 
     hidden_act: str = "gelu_pytorch_tanh"
     tie_word_embeddings: bool = True
+    use_bidirectional_attention: bool = False
 
     def __post_init__(self) -> None:
+        check_direction(self.use_bidirectional_attention)
         # The first checkpoints name gelu and mean its tanh approximation, with which they were trained.
         if self.hidden_act == "gelu":
             object.__setattr__(self, "hidden_act", "gelu_pytorch_tanh")
@@ -25,6 +28,16 @@ class Args(llama.Args):
     @property
     def embed_scale(self) -> float:
         return self.hidden_size**0.5
+
+
+def check_direction(both: bool) -> None:
+    """Raises FatalError where tokens attend to those behind them, too."""
+    if both:
+        raise FatalError(
+            "config.json: use_bidirectional_attention is true: such a model makes embeddings and no text, and is not "
+            "supported",
+            MODEL,
+        )
 
 
 Model = llama.Model

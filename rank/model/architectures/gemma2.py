@@ -17,7 +17,7 @@ from ..layers.attention import layer_type
 from ..layers.feed_forward import Dense
 from ..layers.norm import PostNorm, add_norm, norm
 from ..layers.residual import Normed, ResidualStream
-from . import llama, ministral
+from . import gemma, llama, ministral
 
 CONFIG = {"defaults": {"head_dim": 256}}
 
@@ -31,6 +31,10 @@ class Args(ministral.Args):
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
     tie_word_embeddings: bool = True
+    use_bidirectional_attention: bool = False
+
+    def __post_init__(self) -> None:
+        gemma.check_direction(self.use_bidirectional_attention)
 
     @property
     def embed_scale(self) -> float:

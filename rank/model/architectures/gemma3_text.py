@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ....errors import MODEL, FatalError
 from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
@@ -34,15 +33,6 @@ class Args(gemma2.Args):
     sliding_window_pattern: Count = 6
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
-    use_bidirectional_attention: bool = False
-
-    def __post_init__(self) -> None:
-        if self.use_bidirectional_attention:
-            raise FatalError(
-                "config.json: use_bidirectional_attention is true: such a model makes embeddings and no text, and is "
-                "not supported",
-                MODEL,
-            )
 
     def layer_type(self, index: int) -> str:
         return layer_type(self.layer_types, index, SLIDING if (index + 1) % self.sliding_window_pattern else FULL)

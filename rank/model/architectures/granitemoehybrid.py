@@ -4,6 +4,7 @@ feed-forward layer that all tokens visit, with experts or alone."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -42,8 +43,10 @@ class Args(granite.Args):
     mamba_expand: Count = 2
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
+    time_step_limit: Any = None
 
     def __post_init__(self) -> None:
+        mamba2.check_time_steps(self.time_step_limit)
         base.expect("hidden_act", self.hidden_act, "silu")
         inner = self.mamba_expand * self.hidden_size
         base.expect("mamba_d_head", self.mamba_d_head, "auto", inner // self.mamba_n_heads)

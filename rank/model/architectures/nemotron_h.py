@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -54,7 +55,7 @@ class Args(llama.Args):
     conv_kernel: Count = 4
     use_conv_bias: bool = True
     use_bias: bool = False
-    sliding_window: Count | None = None
+    time_step_limit: Any = None  # time_step_min is of how weights were drawn
     n_routed_experts: int = 8
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 7688
@@ -66,6 +67,7 @@ class Args(llama.Args):
     norm_topk_prob: bool = True
 
     def __post_init__(self) -> None:
+        mamba2.check_time_steps(self.time_step_limit)
         base.expect("mamba_hidden_act", self.mamba_hidden_act, "silu")
         base.expect("attention_bias", self.attention_bias, False)
         base.expect("moe_latent_size", self.moe_latent_size, None)

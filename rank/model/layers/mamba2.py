@@ -6,8 +6,9 @@ group each have its keys and queries. What a layer keeps of a sequence is a row'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +153,20 @@ class Mamba2(nn.Module):
         xbc = self.conv1d(xbc, convolution, batch)
         scan = self.scan
         return ssd(xbc, TimeSteps(dt, scan.A_log, scan.dt_bias, scan.D), state, batch, self.sizes)
+
+
+NO_LIMIT = math.inf, "Infinity", {"__float__": "Infinity"}  # as files write infinity
+UNREACHED = 1e9  # seconds of a step: none is as long
+
+
+def check_time_steps(limits: Any) -> None:
+    """Raises FatalError where config.json's `time_step_limit`, the least and the most that time steps may be, clips
+    any."""
+    if limits is None:
+        return
+    least, most = limits if isinstance(limits, list) and len(limits) == 2 else (None, None)
+    if least != 0 or not (most in NO_LIMIT or (isinstance(most, int | float) and most >= UNREACHED)):
+        raise FatalError(f"config.json: time_step_limit {limits!r} is not supported: time steps are not clipped", MODEL)
 
 
 def _check(shape: Mamba2Shape, ranks: int) -> None:

@@ -25,6 +25,7 @@ SIZES = {
     "ffn_hidden_size",
 }
 SIZES |= {"linear_head_dim", "mamba_n_heads", "mamba_d_head", "mamba_d_ssm"}
+SIZES |= {"time_step_limit"}  # which is refused where it says anything
 # Keys whose meaning is in the windows, the experts and the ropes of the layers.
 OF_LAYERS = {"layer_types", "max_window_layers", "no_rope_layers", "sliding_window_pattern", "rope_parameters"}
 OF_LAYERS |= {
@@ -146,3 +147,18 @@ def test_which_layers_share_an_indexer(tmp_path, keys):
     full = transformers.AutoConfig.for_model(**given).to_dict()
     kinds = meaning(tmp_path, given)["kinds"]
     assert kinds == meaning(tmp_path, full)["kinds"] and {indexed for _, indexed, _ in kinds} == {True, False}
+
+
+@pytest.mark.parametrize("most", [float("inf"), "Infinity", {"__float__": "Infinity"}, 1e30])
+def test_time_steps_without_a_limit(tmp_path, most):
+    whole = options_of(**TYPES["falcon_h1"])
+    assert meaning(tmp_path, whole | {"time_step_limit": [0.0, most]}) == meaning(tmp_path, whole)
+
+
+def test_published_keys_of_hy3(tmp_path):
+    """The published code's names of what transformers calls moe_intermediate_size and mlp_layer_types."""
+    whole = options_of(**TYPES["hy_v3"]) | {"expert_hidden_dim": 20, "first_k_dense_replace": 2}
+    del whole["moe_intermediate_size"]
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    args = architectures.find("hy_v3").Args.from_config(read_config(tmp_path))
+    assert [args.feed_forward(i).inner for i in range(4)] == [100, 100, 20, 20]
