@@ -9,6 +9,7 @@ import pytest
 import torch
 from phalanx.comm import hosts, mesh, threads
 from phalanx.errors import FatalError
+from phalanx.kernels import host_memory
 from phalanx.rank.model import load as load_module
 from phalanx.rank.model import load_memory
 from phalanx.rank.model.experts import node_copy
@@ -107,6 +108,26 @@ def test_memory_that_suffices_only_once_is_refused_where_it_cannot_be_shared(mad
     if device == "cpu":
         more = experts - experts // 2
         assert threads.run(partial(rank, room=need + more), 2) == [(need + more, experts)] * 2
+
+
+def test_tables_count_once_where_experts_cannot_be_shared(tmp_path, monkeypatch):
+    """It is planned again then: what suffices for a rank alone suffices for each of two."""
+    path = write(tmp_path, **MODELS["qwen3_moe"] | {"vocab_size": 1 << 14})
+    table = (1 << 14) * 48 * 4
+    monkeypatch.setattr(host_memory, "in_reach", lambda device: True)
+    monkeypatch.setattr(node_copy, "share", lambda group, size, able: None)
+
+    def rank(world, room):
+        model = load(path, mesh.build(world, 1, 1), load_format="dummy")
+        given = (ALL, table), (torch.float32, torch.float32), torch.device("cuda"), (None, room), Dummy()
+        need = load_memory.place_together(model, mesh.build(world, 1, 1), *given)
+        return need, model.layer_offload.table_bytes, model.offload.host_bytes, model.offload.fixed
+
+    ((need, held, experts, _),) = alone = threads.run(partial(rank, room=None), 1)
+    room = held + 3 * experts  # which are read, and split
+    assert held == table and room < 2 * table
+    assert threads.run(partial(rank, room=room), 1) == alone
+    assert threads.run(partial(rank, room=room), 2) == alone * 2
 
 
 def test_no_rank_pins_before_all_have_filled_their_parts(made, monkeypatch):
