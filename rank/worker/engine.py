@@ -207,13 +207,13 @@ class Engine:
             self._give_back()
 
     def _park(self) -> bool:
-        """Move the weights to host memory; CPUs and Macs have them there. False where they have to be dropped, as then
-        on all ranks."""
+        """Move the weights to host memory; CPUs and Macs have them there, as tables and layers that steps read there.
+        False where they have to be dropped, as then on all ranks."""
         device, model = self.place.device, self.model
         if device.type != "cuda" or self._parked is not None:
             return True
-        if model.offload is not None or model.layer_offload is not None:  # on all ranks
-            self._say("the weights are dropped: addresses of those in host memory are known to kernels")
+        if model.offload is not None:  # on all ranks
+            self._say("the weights are dropped: addresses of experts in host memory are known to kernels")
             return False
         heap.collect()
         found = storages((model, self.source), device)

@@ -14,6 +14,7 @@ from phalanx.rank.model.layers.embedding import VocabParallelEmbedding
 from phalanx.rank.model.load import load
 from phalanx.rank.model.load_memory import weight_memory
 from phalanx.rank.model.weights.dummy import Dummy
+from phalanx.rank.worker.host_copy import HostCopy, storages
 
 from ...checkpoints import make_checkpoint
 from .harness import BLOCK, make_batch, nan_caches, run_steps, tokens
@@ -127,6 +128,25 @@ def one_out_of_reach(comm):
     table = VocabParallelEmbedding(100, 8, mesh.build(comm, 1, 1))
     table.build("table", dense)
     return LayerOffload({}, [table], 5000, torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["plain", "gemma4_text small"])
+def test_a_model_that_slept(made, name):
+    """Slots and what stays on the device leave it and come back, with what reads them."""
+
+    def one(comm):
+        model = load(made(name), mesh.build(comm, 1, 1), layers=ALL)
+        found = []
+        for _ in range(2):
+            caches = nan_caches(model, 16)
+            found.append(model([make_batch([(SEQUENCES[0], 0, list(range(8)))], BLOCK, caches)]).clone())
+            copy = HostCopy(storages(model, torch.device("cpu")))
+            copy.give_device_memory()
+            copy.restore()
+        return found
+
+    ((expected, found),) = threads.run(one, 1)
+    assert torch.equal(found, expected)
 
 
 def test_two_microbatches(plain):

@@ -1,5 +1,5 @@
 """A table and layers in host memory on a GPU: pinned, read there or copied aside, in CUDA graphs too; logits as with
-all on the device."""
+all on the device, also once the model has slept."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from phalanx.comm import mesh, threads
 from phalanx.kernels.segmented_graph import SegmentedGraph
 from phalanx.rank.model.load import load
 from phalanx.rank.worker import kv_cache
+from phalanx.rank.worker.host_copy import HostCopy, storages
 
 from ...checkpoints import make_checkpoint
 from ...devices import require_gpu
@@ -48,6 +49,11 @@ def test_steps_and_graphs(tmp_path, isq, layers):
                     torch.cuda.current_stream().synchronize()
                     outputs.append(hidden.clone())
             assert len(segmented) == 1
+            torch.cuda.synchronize()
+            slept = HostCopy(storages(model, torch.device("cuda")))
+            slept.give_device_memory()
+            slept.restore()
+            outputs.append(model([step]).clone())
             if size:
                 offload = model.layer_offload
                 assert offload is not None and model.model.embed_tokens.weight.is_pinned()

@@ -11,7 +11,9 @@ import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.comm.watchdog import LocalWatchdog
+from phalanx.kernels import host_memory
 from phalanx.rank.model.cache_spec import PagedKV, PagedLatent, RecurrentState, row_bytes
+from phalanx.rank.model.layer_offload import LayerOffload
 from phalanx.rank.model.load import load
 from phalanx.rank.model.load_memory import OthersRefuse
 from phalanx.rank.options import Options
@@ -272,6 +274,22 @@ def sleeps(world, gpu, **model):
     made._served = True
     made.unload(keep=True)
     return made, weights
+
+
+def test_what_is_in_host_memory_stays_there(gpu):
+    """Of tables and layers; a slot on the device comes back with the rest, and what is copied there."""
+    layers = LayerOffload({}, [], 0, torch.float32, CPU)
+
+    def one(world):
+        table = host_memory.zeros((8,), torch.float32, pin=False).fill_(3)
+        slot = torch.ones(8)
+        made, weights = sleeps(world, gpu, layer_offload=layers, table=table, slot=slot[:4])
+        assert made.kept and weights.untyped_storage().nbytes() == slot.untyped_storage().nbytes() == 0
+        assert table.tolist() == [3] * 8
+        made.load_weights()
+        return weights.tolist() == list(range(64)) and slot.tolist() == [1] * 8
+
+    assert threads.run(one, 2) == [True, True]
 
 
 def test_weights_are_kept_on_all_ranks_and_come_back(gpu, caplog):
