@@ -15,9 +15,9 @@ TENSORS = (
     | FOUR_NORMS
     | QK_NORM
     | {
-        "per_layer_token_embd": "model.embed_tokens_per_layer",
-        "per_layer_model_proj": "model.per_layer_model_projection",
-        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        "per_layer_token_embd": "model.inputs.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.inputs.per_layer_model_projection",
+        "per_layer_proj_norm": "model.inputs.per_layer_projection_norm",
         "blk.{}.layer_output_scale.weight": "model.layers.{}.scalar.layer_scalar",
         "blk.{}.ffn_gate_inp.scale": "model.layers.{}.routed.norm.weight",
         "blk.{}.ffn_down_exps.scale": "model.layers.{}.routed.scale.per_expert_scale",

@@ -65,6 +65,17 @@ class Ones(ShardedModule):
         self.weight.data.fill_(1)
 
 
+class LayerScalar(ShardedModule):
+    """A factor on the residual stream after a layer, [1]."""
+
+    fields = (Field("layer_scalar", "o"),)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs = (whole(1),)
+        self.layer_scalar = parameter(1)
+
+
 class LayerNorm(RowNorm):
     fields: tuple[Field, ...] = (Field("weight", "o"), Field("bias", "o"))
     rms_weight = None
