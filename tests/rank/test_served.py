@@ -127,8 +127,8 @@ EMBEDDING_GAINS = {
 # A factor on the norms of queries. Gemma 4 does not scale its scores: the weights of its norms do.
 # With weights of 1, scores reach a head's size, and each layer's softmax multiplies their rounding: transformers' own
 # log-probabilities in f32 are 1.4e-4 off those in f64, and move by 1.5e-4 where weights change in their last bit. With
-# this factor both are 2e-5.
-QUERY_GAINS = {"gemma4_text": 0.25, "gemma4_text small": 0.25}
+# this factor both are 2e-5. Of the small shape they are 5e-5 with 0.25, which leaves ours too little of the tolerance.
+QUERY_GAINS = {"gemma4_text": 0.25, "gemma4_text small": 0.125}
 QUERY_NORM = "q_norm.weight"
 FINAL_NORM = re.compile(r"(norm|norm_f|ln_f|final_layernorm)\.(weight|bias)$")  # outside layers
 SPREAD = 2.0  # the standard deviation of a checkpoint's logits, which soft caps make less
@@ -306,10 +306,18 @@ def test_a_wrong_token_is_named_and_a_tie_is_told():
         check("short, llama, prompt 0", want, [0, 0], [4, 7], 3)
 
 
-def test_prompts_are_longer_than_windows():
+def test_prompts_are_longer_than_windows_and_than_what_indexers_choose():
     for name, options in SERVED.items():
         text = options | options.get("text_config", {})
-        assert (text.get("sliding_window") or 0) < LENGTH, name
+        blocks, rate = text.get("sparse_attention_config", {}), max(text.get("compress_rates", {"": 1}).values())
+        reach = (
+            text.get("sliding_window") or 0,
+            text.get("attention_chunk_size", 0),
+            text.get("index_topk", 0) * rate,
+            text.get("index_topk_blocks", 0) * text.get("index_block_size", 0),
+            blocks.get("sparse_topk_blocks", 0) * blocks.get("sparse_block_size", 0),
+        )
+        assert max(reach) < LENGTH, name
 
 
 def test_each_type_is_served_where_tensors_and_layers_are_cut():
