@@ -8,6 +8,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..vision import ImageRules
 from .api_error import ApiError
+from .image_sources import data_of
 
 FORMATS = "PNG", "JPEG", "WEBP", "GIF"
 MAX_PIXELS = 50_000_000
@@ -15,9 +16,11 @@ WHITE = 255, 255, 255
 Image.MAX_IMAGE_PIXELS = None  # which warns first: the size is checked here
 
 
-def decode(_: object, data: bytes, rules: ImageRules, most: int, at: str) -> tuple[int, int, bytes]:
-    """Height, width and pixels of an image's first frame as the model takes it, upright. most: pixels; 0: the model's
-    own limit. Raises ApiError 400 about the field `at`."""
+def decode(_: object, data: bytes | str, rules: ImageRules, most: int, at: str) -> tuple[int, int, bytes]:
+    """Height, width and pixels of an image's first frame as the model takes it, upright. data: the file, or its data:
+    URL. most: pixels; 0: the model's own limit. Raises ApiError 400 about the field `at`."""
+    if isinstance(data, str):
+        data = data_of(data, at)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:

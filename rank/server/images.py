@@ -18,7 +18,7 @@ from .blocking import Lanes
 from .config import ServerConfig
 from .conversation import IMAGE_PARTS, TEXT_ONLY, ImageUrl, Message, NamedImage, Part, ShownImage
 from .decoding import show
-from .image_sources import ImageSources, data_of, is_data
+from .image_sources import ImageSources, is_data
 from .schema import ChatRequest
 from .shares import Budget
 from .text_process import Limits, TextProcess
@@ -188,12 +188,13 @@ class ImageReader:
             raise bad(f"{at}.detail", f"{at}.detail is {show(detail)}: expected one of {', '.join(DETAILS)}")
         limits = [limit for limit in (DETAILS[detail or "auto"], max_pixels) if limit]
         most = min(limits, default=0)
-        data = None if is_data(url) else await self._sources.get(url, name)
+        # Decoding base64 holds the interpreter's lock for up to a tenth of a second: the process does that, too.
+        data = url if is_data(url) else await self._sources.get(url, name)
 
         def decoded() -> protocol.Pixels:
             from .image_decoding import decode  # it needs Pillow, which may be missing
 
-            height, width, pixels = process.run(decode, data_of(url, name) if data is None else data, rules, most, name)
+            height, width, pixels = process.run(decode, data, rules, most, name)
             digest = blake2b(pixels, digest_size=16, salt=b"%dx%d" % (height, width)).digest()
             return protocol.Pixels(digest, height, width, pixels)
 
