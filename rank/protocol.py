@@ -431,7 +431,9 @@ class Frames:
         return messages
 
 
-def frame(message) -> bytes:
+def frame(message) -> bytearray:
     """One message as a frame."""
-    body = _encoder.encode(message)
-    return FRAME.pack(len(body)) + body
+    made = bytearray(FRAME.size)
+    _encoder.encode_into(message, made, FRAME.size)  # not joined afterwards: images are megabytes
+    FRAME.pack_into(made, 0, len(made) - FRAME.size)
+    return made

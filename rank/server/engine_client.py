@@ -201,7 +201,8 @@ class EngineClient:
         if vocabulary is not None and vocabulary is not self._vocabulary:
             self._vocabulary = vocabulary
             frames.insert(0, protocol.frame(vocabulary))
-        self._scheduler.transport.write(b"".join(frames))
+        # One frame is not joined, which would copy it: images are megabytes.
+        self._scheduler.transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
         return stream
 
     def abort(self, ids: list[str]) -> None:
