@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ... import linux_calls
 from .. import protocol
 from ..vision import ImageRules
 from .api_error import ApiError, bad
@@ -24,8 +25,8 @@ from .shares import Budget
 from .text_process import Limits, TextProcess
 
 log = logging.getLogger(__name__)
-THREADS = 2  # that have images decoded
-REQUESTS, AT_ONCE = 4, 2  # of a key, whose images are read at a time, and images of each: what is read is in memory
+FEWEST, MOST = 2, 8  # images that are decoded at a time: half as many as there are processors
+AT_ONCE = 2  # images of a request that are read at a time: what is read is in memory
 LIMITS = Limits(seconds=20.0, seconds_per_byte=0.0, memory=1 << 30, memory_per_byte=4, counted=64 << 20)
 MAX_OPEN = 4 << 30  # bytes of pixels of all requests that are being answered: small files may have many pixels
 MAX_BYTES = 192 << 20  # pixels of a request, for each of its choices: they go to rank 0 as one message each
@@ -92,7 +93,9 @@ class ImageReader:
         self.rules, self._most = rules, config.images_per_prompt
         self._sources = ImageSources(config.allowed_media_hosts, config.allowed_media_dir)
         keys = max(1, len(config.api_keys))
-        self._lanes = Lanes(THREADS, THREADS // min(THREADS, keys), "images")
+        threads = min(max(FEWEST, len(linux_calls.processors()) // 2), MOST)
+        self._lanes = Lanes(threads, threads // min(threads, keys), "images")
+        self._requests = max(4, threads)  # of a key, whose images are read at a time
         self._turns: dict[str, asyncio.Semaphore] = {}  # by key
         self._open = Budget(MAX_OPEN, keys, MAX_BYTES)
         self._process: ImageProcess | None = None
@@ -140,7 +143,7 @@ class ImageReader:
                 f"the messages have {len(places)} images: at most {self._most} are taken (--images-per-prompt)",
             )
         choices, pixels = request.sequences(), ShownPixels()
-        async with self._turns.setdefault(owner, asyncio.Semaphore(REQUESTS)):
+        async with self._turns.setdefault(owner, asyncio.Semaphore(self._requests)):
             shown, found = await self._read_all(places, choices, owner, max_pixels)
             pixels += found
             pixels.take(choices * sum(len(one.data) for one in found), self._open, owner)
