@@ -24,6 +24,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from .conftest import LiveServer, make_model
+from .http.batching import begin, client_of, line, read, servers_of_one_store, until
 
 pytestmark = pytest.mark.timeout(120)
 TEMPLATE = (
@@ -46,6 +47,7 @@ def images(tmp_path_factory):
     path.mkdir()
     Image.new("RGB", (60, 60), "red").save(path / "red.png")
     (path.parent / "secret.png").write_bytes((path / "red.png").read_bytes())
+    shutil.copytree(path, path.with_name("images-of-others"))
     (path / "link.png").symlink_to(path.parent / "secret.png")
     os.mkfifo(path / "fifo.png")
     (path / "large.png").touch()
@@ -232,6 +234,35 @@ def test_the_other_apis(seeing):
     assert len(shown(seeing)) == 2
 
 
+def test_batches(tmp_path, model):
+    """A file's lines have images as chats do. One that is refused fails alone."""
+    tokenizer, urls = Tokenizer.from_file(str(model / "tokenizer.json")), (PIXEL, as_url(b"hello"))
+    content = [[{"type": "image_url", "image_url": {"url": url}}] for url in urls]
+    bodies = [{"messages": [{"role": "user", "content": one}], "max_tokens": 2} for one in content]
+    with servers_of_one_store(tmp_path, model, tokenizer) as make:
+        client = client_of(make(scheduler={"ready": READY}))
+        batch = begin(client, *(line(name, body) for name, body in zip("ab", bodies, strict=True)))
+        done = until(client, batch, "completed", "failed")
+        (answer,), (refused,) = read(client, done.output_file_id), read(client, done.error_file_id)
+    assert answer["custom_id"] == "a" and answer["response"]["body"]["usage"]["prompt_tokens"] > 4
+    assert refused["custom_id"] == "b" and "messages[0].content[0].image_url.url" in json.dumps(refused)
+
+
+def test_how_many_are_decoded_at_a_time(start_server, model, monkeypatch):
+    """Half as many as there are processors: each of these waits for all."""
+    monkeypatch.setattr("phalanx.linux_calls.processors", lambda: {*range(16)})
+    all_here, run = threading.Barrier(8, timeout=30), images_module.ImageProcess.run
+
+    def wait_and_run(*args):
+        all_here.wait()
+        return run(*args)
+
+    monkeypatch.setattr(images_module.ImageProcess, "run", wait_and_run)
+    server = start_server(model=model, scheduler={"ready": READY})
+    with ThreadPoolExecutor(8) as pool:
+        assert {one.status for one in pool.map(lambda _: chat(server, PIXEL), range(8))} == {200}
+
+
 def test_a_spelled_placeholder_is_text(seeing):
     url = url_of(Image.new("RGB", (56, 56)))
     content = [{"type": "text", "text": "<|image|> no"}, {"type": "image_url", "image_url": url}]
@@ -312,6 +343,7 @@ def test_damaged_images(seeing):
     ("file://DIR/../secret.png", "no such file within"),
     ("file://DIR/%2e%2e/secret.png", "no such file within"),
     ("file://DIR/link.png", "no such file within"),
+    ("file://DIR-of-others/red.png", "no such file within"),
     ("file://DIR/fifo.png", "no such file within"),
     ("file://DIR", "no such file within"),
     ("file://DIR/none.png", "no such file within"),
@@ -384,6 +416,11 @@ def test_fetched_images(seeing, hosts):
         answer = chat(seeing, base + path)
         assert answer.status == 400 and why in answer.body["error"]["message"], answer.body
     assert "/b.png" in asked and "/x.png" not in asked
+    for path, status in (("/c.png", 200), ("/to/http://localhost:1/", 400)):
+        block = {"type": "image", "source": {"type": "url", "url": base + path}}
+        answer = seeing.post("messages", messages=[{"role": "user", "content": [block]}], max_tokens=2)
+        assert answer.status == status, answer.body
+    assert "/c.png" in asked
 
 
 @pytest.mark.parametrize("address, public", [
