@@ -39,7 +39,7 @@ CONFIG = {
     "rope_per_layer_type": True,
 }
 
-# Modules that checkpoints have beside the layers, and in each.
+# Modules that checkpoints have outside the layers, and in each.
 OF_ALL_LAYERS = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
 OF_A_LAYER = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 

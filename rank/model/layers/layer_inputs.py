@@ -1,5 +1,5 @@
 """Embeddings of each token for each layer (Gemma 3n 2025, Gemma 4 2026): rows of a table that may lie in host memory,
-joined with what the token's own embedding says, and gated by the residual stream in each layer."""
+joined with a projection of the token's embedding, and gated by the residual stream in each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts beside a layer's MLP (Gemma 4 2026): the router reads the residual stream through a norm of its own, and a
+"""Experts next to a layer's MLP (Gemma 4 2026): the router reads the residual stream through a norm of its own, and a
 factor of each expert scales its weight."""
 
 from __future__ import annotations

@@ -57,11 +57,12 @@ COMMON = dict(hidden_act="silu", mlp_bias=False, attention_bias=False)
 FURTHER = dict(num_local_experts=0)  # another name of a key that is given
 GELU = dict(hidden_act="gelu_pytorch_tanh")
 GEMMA = dict(hidden_activation="gelu_pytorch_tanh", layer_types=[])  # which counts instead of hidden_act
+CAUSAL = dict(use_bidirectional_attention=False)
 SLIDES = dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28, layer_types=[])
 EACH = dict(decoder_sparse_step=1, mlp_only_layers=[]) | FURTHER
 RMS = dict(rms_norm_eps=1e-6)  # of models that have layer_norm_eps
 NEMOTRON_H = dict(
-    hidden_act="relu2", hybrid_override_pattern="", mamba_hidden_act="silu", sliding_window=None,
+    hidden_act="relu2", hybrid_override_pattern="", mamba_hidden_act="silu", time_step_limit=None,
 )  # fmt: skip
 GATED = dict(full_attention_interval=4, attn_output_gate=True)
 # For each reader: the model, and its arguments that the reader leaves out, without COMMON.
@@ -77,13 +78,12 @@ LEFT_OUT = {
         use_sliding_window=True, max_window_layers=62, layer_types=[], scoring_func="sigmoid", topk_method="noaux_tc",
     )),
     "ernie4_5": ("ernie4_5", {}),
-    "ernie4_5_moe": ("ernie4_5_moe", dict(moe_layer_end_index=None)),
+    "ernie4_5_moe": ("ernie4_5_moe", dict(moe_layer_end_index=None, moe_norm_min=1e-12)),
     "exaone4": ("exaone4", dict(sliding_window_pattern=4)),
-    "gemma": ("gemma", GELU),
-    "gemma2": ("gemma2", GEMMA),
-    "gemma3": ("gemma3_text", GEMMA | dict(
+    "gemma": ("gemma", GELU | CAUSAL),
+    "gemma2": ("gemma2", GEMMA | CAUSAL),
+    "gemma3": ("gemma3_text", GEMMA | CAUSAL | dict(
         attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window_pattern=6,
-        use_bidirectional_attention=False,
     )),
     "gemma4": ("gemma4_text", dict(
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
@@ -99,7 +99,7 @@ LEFT_OUT = {
     "gpt_oss": ("gpt_oss", dict(layer_types=[], swiglu_limit=7.0, swiglu_alpha=1.702)),
     "granite": ("granite", {}),
     "granitemoe": ("granitemoe", {}),
-    "granitehybrid": ("granitemoehybrid", {}),
+    "granitehybrid": ("granitemoehybrid", dict(time_step_limit=None)),
     "hunyuan_dense": ("hunyuan_v1_dense", {}),
     "hunyuan_moe": ("hunyuan_v1_moe", {}),
     "lfm2": ("lfm2", dict(

@@ -277,7 +277,7 @@ def sleeps(world, gpu, **model):
 
 
 def test_what_is_in_host_memory_stays_there(gpu):
-    """Of tables and layers; a slot on the device comes back with the rest, and what is copied there."""
+    """A table's rows are not copied; a slot of layers on the device comes back with the rest."""
     layers = LayerOffload({}, [], 0, torch.float32, CPU)
 
     def one(world):
