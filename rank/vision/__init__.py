@@ -133,12 +133,25 @@ def find(directory: Path, config: dict[str, Any]) -> ImageRules | None:
         given = _read(directory, getattr(module, "FILE", "preprocessor_config.json"))
     nested = _read(directory, "processor_config.json").get("image_processor") if not given else None
     try:
-        rules: ImageRules = module.read(config, given or (nested if isinstance(nested, dict) else {}))
+        processor = given or (nested if isinstance(nested, dict) else {})
+        rules: ImageRules = module.read(config, processor)
+        _check_steps(processor, rules, kind)
         _check_sizes(rules)
         return rules
     # Numbers that are no floats, and lists where keys are expected, among others.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise FatalError(f"{directory}: its files do not say how it takes images: {error!r}", MODEL) from None
+
+
+def _check_steps(processor: dict[str, Any], rules: ImageRules, kind: str) -> None:
+    """Raises ValueError for steps of preprocessing that would be left out, or taken, in silence."""
+    steps = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "resample": rules.resample}
+    if kind != "gemma4":  # whose colours are normalised where it says so
+        steps["do_normalize"] = True
+    for key, expected in steps.items():
+        value = processor.get(key)
+        if value is not None and not math.isclose(value, expected, rel_tol=1e-5):
+            raise ValueError(f"{key} is {value!r}, expected {expected!r}")
 
 
 def _check_sizes(rules: ImageRules) -> None:

@@ -12,11 +12,12 @@ from phalanx.rank import vision
 @pytest.mark.parametrize("kind", sorted({*vision.kinds()} - {*vision.SEEING}))
 @pytest.mark.parametrize("processor", [
     {"size": [1, 2]}, {"size": 5}, {"image_mean": 5}, {"image_mean": [1, 2]}, {"image_std": [0, 1, 1]},
-    {"image_std": ["a", 1, 1]},
+    {"image_std": ["a", 1, 1]}, {"do_resize": False}, {"do_rescale": False}, {"rescale_factor": 1},
+    {"do_normalize": False}, {"resample": 0}, {"do_resize": "no"},
 ], ids=str)  # fmt: skip
 def test_files_that_make_no_sense(tmp_path, kind, processor):
-    if kind == "gemma4" and "size" in processor:
-        pytest.skip("it does not read it")
+    if kind == "gemma4" and not {"size", "do_normalize"}.isdisjoint(processor):
+        pytest.skip("it does not read it, or takes it")
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     with pytest.raises(errors.FatalError) as told:
         vision.find(tmp_path, {"model_type": kind, "vision_config": {}})
