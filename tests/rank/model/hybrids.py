@@ -40,6 +40,17 @@ GLM = dict(
     num_experts_per_tok=3, moe_intermediate_size=20, swiglu_limit=0.5, rms_norm_eps=0.1, hc_sinkhorn_iters=3,
     index_n_heads=16, index_head_dim=16, index_topk=20, index_kpool=4, vocab_size=520,
 )  # fmt: skip
+IMAGES = dict(
+    vision_config=QWEN_VISION, image_token_id=512, vision_start_token_id=513, vision_end_token_id=514,
+    video_token_id=515,
+)  # fmt: skip
+TURNED = dict(
+    vocab_size=520,
+    rope_parameters=dict(
+        rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[2, 1, 1],
+        mrope_interleaved=True,
+    ),
+)  # fmt: skip
 HYBRIDS = {
     "glm5_next": dict(
         model_type="glm5_next", vision_config=QWEN_VISION, text_config=GLM | dict(
@@ -111,19 +122,12 @@ HYBRIDS = {
         partial_rotary_factor=0.5, num_key_value_heads=1, tie_word_embeddings=True,
     ),
     "qwen3_5_text": HYBRID | dict(model_type="qwen3_5_text", attention_bias=True),
-    "qwen3_5": dict(
-        model_type="qwen3_5", vision_config=QWEN_VISION, tie_word_embeddings=True, image_token_id=512,
-        vision_start_token_id=513, vision_end_token_id=514, video_token_id=515,
-        text_config=HYBRID | dict(
-            linear_num_value_heads=6, layer_types=["full_attention", "linear_attention"] * 2, vocab_size=520,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[2, 1, 1],
-                mrope_interleaved=True,
-            ),
+    "qwen3_5": IMAGES | dict(
+        model_type="qwen3_5", tie_word_embeddings=True,
+        text_config=HYBRID | TURNED | dict(
+            linear_num_value_heads=6, layer_types=["full_attention", "linear_attention"] * 2,
         ),
     ),
     "qwen3_5_moe_text": HYBRID | EXPERTS | dict(model_type="qwen3_5_moe_text"),
-    "qwen3_5_moe": dict(
-        model_type="qwen3_5_moe", vision_config=QWEN_VISION, text_config=HYBRID | EXPERTS,
-    ),
+    "qwen3_5_moe": IMAGES | dict(model_type="qwen3_5_moe", text_config=HYBRID | EXPERTS | TURNED),
 }  # fmt: skip

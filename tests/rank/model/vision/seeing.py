@@ -73,6 +73,7 @@ PREPROCESSOR = {
         image_processor_type="PixtralImageProcessor", size=dict(longest_edge=200), patch_size=dict(height=28, width=28),
     )),
 }  # fmt: skip
+PREPROCESSOR["qwen3_5_moe"] = PREPROCESSOR["qwen3_5"]
 SEEING = tuple(PREPROCESSOR)  # of shapes.MODELS
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
