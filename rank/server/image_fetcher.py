@@ -20,6 +20,8 @@ from .version import version
 
 SECONDS = 20.0  # for a fetch
 NAT64, UNICAST = (ipaddress.IPv6Network(network) for network in ("64:ff9b::/96", "2000::/3"))
+# Clouds serve metadata of a host there. Python before 3.11.10 takes the first for public; the second is public by number.
+WITHIN = ipaddress.IPv4Network("192.0.0.0/24"), ipaddress.IPv4Network("168.63.129.16/32")
 FOUND = 301, 302, 303, 307, 308
 
 
@@ -59,7 +61,7 @@ def is_public(address: str) -> bool:
             return is_public(str(inner))
         if one not in UNICAST:  # is_global knows neither fec0::/10 nor the older ways to write IPv4 addresses
             return False
-    return one.is_global and not one.is_multicast
+    return one.is_global and not one.is_multicast and not any(one in network for network in WITHIN)
 
 
 class ImageFetcher:

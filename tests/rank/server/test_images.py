@@ -429,6 +429,7 @@ def test_fetched_images(seeing, hosts):
     ("fe80::1%eth0", False), ("fd00::1", False), ("::ffff:10.0.0.1", False), ("64:ff9b::a00:1", False),
     ("2002:a00:1::", False), ("::", False), ("::ffff:8.8.8.8", True), ("64:ff9b::808:808", True), ("::a00:1", False),
     ("fec0::1", False), ("64:ff9b:1::a00:1", False), ("::ffff:0:a00:1", False), ("ff0e::1", False),
+    ("192.0.0.192", False), ("168.63.129.16", False), ("::ffff:168.63.129.16", False),
 ])  # fmt: skip
 def test_public_addresses(address, public):
     assert image_fetcher.is_public(address) == public
