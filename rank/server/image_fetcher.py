@@ -20,7 +20,7 @@ from .version import version
 
 SECONDS = 20.0  # for a fetch
 NAT64, UNICAST = (ipaddress.IPv6Network(network) for network in ("64:ff9b::/96", "2000::/3"))
-# Clouds serve metadata of a host there. Python before 3.11.10 takes the first for public; the second is public by number.
+# Clouds serve metadata to their hosts there; before Python 3.11.10 the first counts as public.
 WITHIN = ipaddress.IPv4Network("192.0.0.0/24"), ipaddress.IPv4Network("168.63.129.16/32")
 FOUND = 301, 302, 303, 307, 308
 
