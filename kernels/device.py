@@ -20,6 +20,11 @@ class DeviceCaps(NamedTuple):
     has_tma: bool  # and shared memory enough for its tiles; from sm_120 on there is half as much
     hopper: bool  # asynchronous tensor-core instructions that no other generation has
 
+    @property
+    def has_clusters(self) -> bool:
+        """Whether blocks of a cluster read each other's shared memory: the same generations."""
+        return self.has_pdl
+
 
 @functools.cache
 def device_caps(device: torch.device) -> DeviceCaps:

@@ -42,7 +42,7 @@ def test_choice(sizes, dtype, fp8):
 
 @pytest.mark.parametrize("blocks", [1, 2, 4, 8])
 def test_topk(blocks):
-    if blocks > 1 and not device_caps(torch.device("cuda", 0)).has_pdl:
+    if blocks > 1 and not device_caps(torch.device("cuda", 0)).has_clusters:
         pytest.skip("clusters of blocks are from sm_90 on")
     indexing.check_topk(partial(topk_select, blocks=blocks), "cuda")
 
