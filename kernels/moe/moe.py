@@ -12,7 +12,7 @@ Which kernels compute a layer follows from CANDIDATES, and so do the numbers of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -110,35 +110,25 @@ class ExpertCandidate(NamedTuple):
 Choose = Callable[[int, int, Stack, Stack, DeviceCaps], quantized_experts.Configs | None]
 
 
-def _by_codes(choose: Choose) -> Callable[[Inputs, DeviceCaps], Callable[[], Tensor] | None]:
+def _by_codes(choose: Choose, given: Inputs, caps: DeviceCaps) -> Callable[[], Tensor] | None:
     """Packed weights as they lie, by the kernels that `choose` chooses, of which None take them."""
-
-    def plan(given: Inputs, caps: DeviceCaps) -> Callable[[], Tensor] | None:
-        if not isinstance(given.w13, Stack) or not isinstance(given.w2, Stack):
-            return None
-        configs = choose(given.routed, given.experts, given.w13, given.w2, caps)
-        return configs and partial(quantized_experts.experts, given, configs)
-
-    return plan
+    if not isinstance(given.w13, Stack) or not isinstance(given.w2, Stack):
+        return None
+    configs = choose(given.routed, given.experts, given.w13, given.w2, caps)
+    return configs and partial(quantized_experts.experts, given, configs)
 
 
-def _gemv_of_codes(*formats: str) -> Callable[[Inputs, DeviceCaps], Callable[[], Tensor] | None]:
-    def plan(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
-        if not isinstance(given.w13, Stack) or not isinstance(given.w2, Stack):
-            return None
-        takes = quantized_experts.gemv_takes(given.w13, given.w2, given.ids.shape[1], formats)
-        return partial(quantized_experts.gemv, given) if takes else None
-
-    return plan
+def _gemv_of_codes(formats: Sequence[str], given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
+    if not isinstance(given.w13, Stack) or not isinstance(given.w2, Stack):
+        return None
+    takes = quantized_experts.gemv_takes(given.w13, given.w2, given.ids.shape[1], formats)
+    return partial(quantized_experts.gemv, given) if takes else None
 
 
-def _gemv(gated: bool) -> Callable[[Inputs, DeviceCaps], Callable[[], Tensor] | None]:
-    def plan(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
-        fits = given.gated == gated and not given.biased
-        takes = fits and plain_experts.gemv_takes(given.x, given.ids, given.w13, given.w2)
-        return partial(plain_experts.gemv, given) if takes else None
-
-    return plan
+def _gemv(gated: bool, given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
+    fits = given.gated == gated and not given.biased
+    takes = fits and plain_experts.gemv_takes(given.x, given.ids, given.w13, given.w2)
+    return partial(plain_experts.gemv, given) if takes else None
 
 
 def _in_one_launch(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
@@ -165,38 +155,41 @@ CANDIDATES = (
     # 20 % less, of MXFP4 4 of gpt-oss-20b 7 % less, and 16 half as long again; of Q4_K 8 take 16 % more (H200,
     # 2026-11-27, benchmarks/ops_moe.py). Others were not timed.
     ExpertCandidate(
-        "quantized_expert_gemv.cu", "GPUs", "4 bits with scales and zeros, or MXFP4", _gemv_of_codes(INT4, MXFP4),
-        few=4, sums=True,
+        "quantized_expert_gemv.cu", "GPUs", "4 bits with scales and zeros, or MXFP4",
+        partial(_gemv_of_codes, (INT4, MXFP4)), few=4, sums=True,
     ),
     ExpertCandidate(
-        "quantized_expert_gemv.cu", "GPUs", "4 bits with scales and zeros", _gemv_of_codes(INT4), few=16, sums=True
+        "quantized_expert_gemv.cu", "GPUs", "4 bits with scales and zeros", partial(_gemv_of_codes, (INT4,)), few=16,
+        sums=True,
     ),
     # The pipeline, which leaves x as it is, is as fast with few routed tokens.
     ExpertCandidate(
         "e4m3_experts.cu", "sm_90", "FP8 with a scale for 128 inputs or more",
-        _by_codes(quantized_experts.choose_e4m3), above=4, borders=(*quantized_experts.E4M3_TILES,)[:-1],
+        partial(_by_codes, quantized_experts.choose_e4m3), above=4, borders=(*quantized_experts.E4M3_TILES,)[:-1],
     ),
     # With 4 the pipeline takes 10 % less of int4 and 18 % less of Q4_K (Qwen3-30B-A3B); of 8 18 % more, 5 % more and,
     # of MXFP4 (gpt-oss-20b), 24 % more; 6 lies between (H200, 2026-11-27, benchmarks/ops_moe.py).
     ExpertCandidate(
         "quantized_wgmma_experts.cu", "sm_90", "other packed weights, inputs a multiple of 64",
-        _by_codes(quantized_experts.choose_wgmma), above=6, most=PLAIN_ROUTED,
+        partial(_by_codes, quantized_experts.choose_wgmma), above=6, most=PLAIN_ROUTED,
         borders=(*quantized_experts.WGMMA_TILES,)[:-1],
     ),
     # More than 4 were not timed.
     ExpertCandidate(
         "quantized_pipeline.cu", "sm_90, sm_100", "packed weights, but for 8 bits with a scale for 32 inputs",
-        _by_codes(quantized_experts.choose_pipelined), most=8,
+        partial(_by_codes, quantized_experts.choose_pipelined), most=8,
     ),
     ExpertCandidate(
-        "quantized_experts.cu", "GPUs", "packed weights", _by_codes(quantized_experts.choose_tiled), most=PLAIN_ROUTED,
-        borders=(*quantized_experts.TILES,),
+        "quantized_experts.cu", "GPUs", "packed weights", partial(_by_codes, quantized_experts.choose_tiled),
+        most=PLAIN_ROUTED, borders=(*quantized_experts.TILES,),
     ),
     # Without gates 24 routed tokens of Nemotron 3 Nano take 15 % less in one launch, 6 take 4 % more (H200, 2026-11-30,
     # benchmarks/ops_moe.py).
-    ExpertCandidate("expert_gemv.cu", "GPUs", "f16 or bf16 with gates, without biases", _gemv(True), few=64, sums=True),
     ExpertCandidate(
-        "expert_gemv.cu", "GPUs", "f16 or bf16 without gates and biases", _gemv(False), few=16, sums=True
+        "expert_gemv.cu", "GPUs", "f16 or bf16 with gates, without biases", partial(_gemv, True), few=64, sums=True
+    ),
+    ExpertCandidate(
+        "expert_gemv.cu", "GPUs", "f16 or bf16 without gates and biases", partial(_gemv, False), few=16, sums=True
     ),
     ExpertCandidate(
         "expert_mlp.cu", "sm_90, sm_100", "f16 or bf16 without biases, sizes multiples of 8",
