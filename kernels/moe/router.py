@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from .. import jit
+from ..candidate import Candidate, choose
 from ..cpp import ops
 from ..device import current_stream
 
 ROUTE_ROWS = 256  # tokens; of more, a GEMM of its own is faster
 CPU_ROWS = 64  # tokens; of more, torch's GEMM is faster
-ROUTE_EXPERTS = 1024  # that router.cpp has room for
+ROUTE_EXPERTS = 1024  # that the kernels have room for
 TILE = 8  # tokens of a block, of which tensor cores multiply 16 experts' rows
 WARPS = 8  # of a block
 # Warps of a block of TILE tokens: each asks at once for all that it needs of 2048 inputs. 26 layers of DeepSeek-V2-Lite
@@ -49,11 +50,9 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) 
 
     bias: where params.corrected, or params.biased. Ids are valid whatever x holds, NaN too.
     """
-    if supports(weight, params):
-        return route_cuda(x, weight, bias, params)
-    if supports_cpu(x, weight) and params.scoring in SCORINGS:
-        return route_cpu(x, weight, bias, params)
-    return route_reference(x, weight, bias, params)
+    found = choose(CANDIDATES, x, weight, bias, params)
+    assert found is not None, "the last one takes all"
+    return found.run(x, weight, bias, params)
 
 
 def route_reference(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
@@ -89,10 +88,10 @@ def _weights(scores: Tensor, ids: Tensor, params: RouterParams) -> Tensor:
     return chosen * params.scale
 
 
-def supports_cpu(x: Tensor, weight: Tensor) -> bool:
+def supports_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> bool:
     """Whether `route_cpu` takes this step and router."""
     rows = 0 < len(x) <= CPU_ROWS and x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
-    return rows and len(weight) <= ROUTE_EXPERTS and ops.takes(x)
+    return rows and len(weight) <= ROUTE_EXPERTS and params.scoring in SCORINGS and ops.takes(x)
 
 
 def route_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
@@ -110,10 +109,10 @@ def route_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPara
     return ids, weights
 
 
-def supports(weight: Tensor, params: RouterParams) -> bool:
+def supports(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> bool:
     """Whether `route_cuda` takes this router."""
     experts, hidden = weight.shape
-    sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= min(32, experts)
+    sizes = experts <= ROUTE_EXPERTS and hidden % 8 == 0 and params.top_k <= min(32, experts)
     if params.scoring not in SCORINGS:
         return False
     if params.corrected and params.scoring == "softmax":  # the kernel ranks a softmax's experts by their logits
@@ -164,3 +163,15 @@ def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: 
         NORMALISE=int(params.normalise), BIAS=int(bias), WARPS=TILE_WARPS if together == TILE else WARPS,
         GROUPS=params.groups, TOP_GROUPS=params.top_groups, GROUP_TOP=params.group_top,
     )  # fmt: skip
+
+
+CANDIDATES = (
+    Candidate(
+        "router.cu", "GPUs", f"up to {ROUTE_EXPERTS} experts, f16 or bf16, softmax or sigmoid", supports, route_cuda
+    ),
+    Candidate(
+        "router.cpp", "CPUs", f"up to {CPU_ROWS} tokens, {ROUTE_EXPERTS} experts, f32 or bf16, softmax or sigmoid",
+        supports_cpu, route_cpu,
+    ),
+    Candidate("torch", "all", "all else", lambda *_: True, route_reference),
+)  # fmt: skip
