@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..activation.activation import gated_activation, kind, limit_units
+from ..candidate import Candidate
 from ..cpp import ops
 from ..cpp.scratch import Scratch
 from . import target
@@ -35,9 +36,11 @@ def takes(x: Tensor) -> bool:
     return target.of(x) == "cpu" and x.is_contiguous() and x.numel() > 0 and ops.available()
 
 
-def supports(x: Tensor) -> bool:
-    """x [T, I]; whether operations take it, and are faster than a GEMM of the dequantised weight."""
-    return x.dtype in ops.SUFFIXES and x.stride(1) == 1 and 0 < len(x) <= max_rows(x.dtype)
+def supports(x: Tensor, packed: object, gate: str = "", bias: Tensor | None = None) -> bool:
+    """x [T, I]; whether operations take both, and are faster than a GEMM of the dequantised weight."""
+    if not isinstance(packed, Packed) or x.dtype not in ops.SUFFIXES:
+        return False
+    return x.stride(1) == 1 and 0 < len(x) <= max_rows(x.dtype)
 
 
 def max_rows(dtype: torch.dtype) -> int:
@@ -73,6 +76,12 @@ def linear(x: Tensor, of: Packed, gate: str = "", bias: Tensor | None = None) ->
         calls += _split(some, planes), (multiply, (some, planes, of.blocks, bias, made, *sizes))
     ops.run(*calls)
     return gated_activation(y, gate) if gate else y
+
+
+CANDIDATE = Candidate(
+    "blocks.h", "CPUs", "codes in blocks of 16 outputs, f32 or bf16, as many rows as pay on the processor", supports,
+    linear,
+)  # fmt: skip
 
 
 def experts(

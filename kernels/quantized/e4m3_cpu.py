@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..activation.activation import gated_activation
+from ..candidate import Candidate
 from ..cpp import ops
 from ..cpp.scratch import Scratch
 from . import packing_cpu, target
@@ -79,9 +80,10 @@ def _blocked(x: Tensor) -> Tensor:
     return whole.view(-1, N_TILE, x.shape[1]).transpose(1, 2).contiguous()
 
 
-def supports(x: Tensor) -> bool:
+def supports(x: Tensor, packed: object, gate: str = "", bias: Tensor | None = None) -> bool:
     """x [T, I]."""
-    return 0 < len(x) <= MAX_ROWS and x.stride(1) == 1 and x.dtype in ops.SUFFIXES
+    rows = 0 < len(x) <= MAX_ROWS and x.stride(1) == 1
+    return isinstance(packed, Packed) and rows and x.dtype in ops.SUFFIXES
 
 
 def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
@@ -92,6 +94,9 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     of_weight = (packed.codes, packed.scales, bias, y, rows, inputs, outputs, wide.stride(0), packed.unit)
     ops.run(*calls, (ops.typed(SOURCE, "e4m3_linear", x.dtype), (wide, *of_weight)))
     return gated_activation(y, gate) if gate else y
+
+
+CANDIDATE = Candidate("e4m3_cpu.cpp", "CPUs", f"up to {MAX_ROWS} rows of f32 or bf16, FP8", supports, linear)
 
 
 def _widened(x: Tensor, scratch: Scratch, offsets: Tensor | None = None, experts: int = 0) -> tuple[Tensor, ops.Calls]:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..activation.activation import gated_activation
+from ..candidate import Candidate, choose
 from ..gemm import cpu_gemm
 from ..gemm import linear as gemm
-from . import blocks_cpu, cpu_layouts, e4m3_cpu, packed_gemm
+from . import blocks_cpu, e4m3_cpu, packed_gemm
 
 PANEL = {"cpu": 1 << 20, "cuda": 1 << 27, "mps": 1 << 27}  # elements that are dequantised at once
 
@@ -47,14 +48,12 @@ def linear(x: Tensor, packed: Any, gate: str = "", bias: Tensor | None = None) -
 
     gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
     """
-    if isinstance(packed, packed_gemm.Packed) and packed_gemm.supports(x, packed, bias):
-        return packed_gemm.linear(x, packed, gate, bias)
-    if isinstance(packed, cpu_layouts.Packed) and blocks_cpu.supports(x):
-        return blocks_cpu.linear(x, packed, gate, bias)
-    if isinstance(packed, e4m3_cpu.Packed) and e4m3_cpu.supports(x):
-        return e4m3_cpu.linear(x, packed, gate, bias)
-    if isinstance(packed, Halves) and cpu_gemm.supports(x, packed.weight):
-        return cpu_gemm.cpu_linear(x, packed.weight, gate, bias)
+    found = choose(CANDIDATES, x, packed, gate, bias)
+    assert found is not None, "the last one takes all"
+    return found.run(x, packed, gate, bias)
+
+
+def _by_panels(x: Tensor, packed: Any, gate: str, bias: Tensor | None) -> Tensor:
     outputs, inputs = packed.outputs, x.shape[1]
     if outputs * inputs <= PANEL[x.device.type]:
         return gemm.gated_linear(x, packed.dequantize(x.dtype, 0, outputs), gate, bias)
@@ -66,3 +65,19 @@ def linear(x: Tensor, packed: Any, gate: str = "", bias: Tensor | None = None) -
     if bias is not None:
         y += bias
     return gated_activation(y, gate) if gate else y
+
+
+CANDIDATES = (
+    Candidate("packed_gemm.py", "GPUs", "packed tiles, by the kernels below", packed_gemm.supports, packed_gemm.linear),
+    blocks_cpu.CANDIDATE,
+    e4m3_cpu.CANDIDATE,
+    Candidate(
+        "cpu_gemm.cpp", "CPUs", f"up to {cpu_gemm.MAX_ROWS} rows of f32 or bf16, weights of 16 bits",
+        lambda x, packed, gate, bias: isinstance(packed, Halves) and cpu_gemm.supports(x, packed.weight),
+        lambda x, packed, gate, bias: cpu_gemm.cpu_linear(x, packed.weight, gate, bias),
+    ),
+    Candidate(
+        "linear.py", "all", "all else, dequantised panel by panel for a GEMM of plain weights", lambda *_: True,
+        _by_panels,
+    ),
+)  # fmt: skip

@@ -137,9 +137,11 @@ def takes(x: Tensor, packed: Packed, bias: Tensor | None) -> bool:
     return x.is_cuda and x.dim() == 2 and typed and jit.plain(x, packed.tiles)
 
 
-def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
+def supports(x: Tensor, packed: object, gate: str = "", bias: Tensor | None = None) -> bool:
     """Whether `linear` takes x [T, I] and bias [O], and is faster than `dequantize` and a GEMM."""
-    return takes(x, packed, bias) and _plan(len(x), packed, "", device_caps(x.device))[0] is not None
+    if not isinstance(packed, Packed) or not takes(x, packed, bias):
+        return False
+    return _plan(len(x), packed, "", device_caps(x.device))[0] is not None
 
 
 def takes_e4m3(x: Tensor, packed: object, bias: Tensor | None = None) -> bool:

@@ -28,3 +28,5 @@ def test_sources_are_there_and_the_last_one_takes_the_rest():
         for one in family:
             assert not one.name.endswith(".cu") or one.name in jit.SOURCES
         assert "all else" in family[-1].takes
+    sources = {path.name for path in document.PAGE.parents[1].glob("kernels/*/*")}
+    assert {name for kinds in document.SINGLE.values() for names in kinds for name in names} <= sources

@@ -64,15 +64,15 @@ def test_many_rows(isa, called, dtype):
     """A prompt's rows are multiplied as a decode step's, to the bit, where one instruction adds up four products."""
     packed, _ = FORMS["int4"]()
     x, bias = torch.randn(2 * blocks_cpu.MAX_ROWS + 5, INPUTS).to(dtype), torch.randn(OUTPUTS).to(dtype)
-    assert blocks_cpu.supports(x[: blocks_cpu.MAX_ROWS])
+    assert blocks_cpu.supports(x[: blocks_cpu.MAX_ROWS], packed)
     fours = "avx512_vnni", "avx512_bf16", "neon_dotprod", "sve256", "sve512"
     matrices = "amx", "neon_bf16", "sve256_bf16", "sve512_bf16"  # fast ones of bf16
-    assert blocks_cpu.supports(x) == (isa in fours or isa in matrices and dtype == torch.float32)
+    assert blocks_cpu.supports(x, packed) == (isa in fours or isa in matrices and dtype == torch.float32)
     made = linear.linear(x, packed, bias=bias)
     called.clear()
     some = torch.cat([blocks_cpu.linear(one, packed, bias=bias) for one in x.split(blocks_cpu.MAX_ROWS)])
     assert [one.split("_")[-2] for one in called] == ["split", "linear"] * 3
-    if blocks_cpu.supports(x):
+    if blocks_cpu.supports(x, packed):
         assert torch.equal(made, some)
         assert linear.linear(x, int4(32, INPUTS, 64, False)[0], "silu").shape == (len(x), 16)
     elif dtype == torch.float32:

@@ -116,7 +116,7 @@ def test_linear(rows, outputs, inputs, form, dtype):
     x = rows_of(rows, inputs, dtype)
     for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
         want = floats_cases.as_multiplied(x, packed) @ weight.T + (0 if bias is None else bias.double())
-        if not packed_gemm.supports(x, packed, bias):
+        if not packed_gemm.supports(x, packed, bias=bias):
             check([linear(x, packed_gemm.dequantize(packed, dtype), bias)], want, "dequantized", LIBRARY)
             continue
         check([packed_gemm.linear(x, packed, bias=bias) for _ in range(2)], want, "plain", bound(x, packed, ""))
@@ -310,11 +310,11 @@ def test_pack_and_back():
 def test_what_is_refused():
     packed, _ = make(64, 512)
     x = rows_of(4, 512, torch.float16)
-    assert packed_gemm.supports(x, packed) and packed_gemm.supports(x, packed, x[0, :64])
+    assert packed_gemm.supports(x, packed) and packed_gemm.supports(x, packed, bias=x[0, :64])
     assert not packed_gemm.supports(x.float(), packed) and not packed_gemm.supports(x.cpu(), packed)
     assert not packed_gemm.supports(x[:0], packed) and not packed_gemm.supports(x[:, None], packed)
     assert not packed_gemm.supports(rows_of(257, 512, torch.float16), packed)
     assert not packed_gemm.supports(rows_of(4, 1024, torch.float16)[:, :512], packed)
     assert not packed_gemm.supports(rows_of(1, 520, torch.float16)[0, 1:513][None], packed)
-    assert not packed_gemm.supports(x, packed, x[0, :64].bfloat16())
+    assert not packed_gemm.supports(x, packed, bias=x[0, :64].bfloat16())
     assert not packed_gemm.supports(x, packed._replace(tiles=packed.tiles.repeat(1, 2, 1)[:, ::2]))
