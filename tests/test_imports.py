@@ -31,6 +31,7 @@ ROOMS = (
     "rank.model.base",
     "rank.model.layer_offload",
     "rank.model.layers.feed_forward",
+    "rank.model.layers.normed_moe",
     "rank.model.layers.moe",
     "rank.model.stored_formats.*",
     "rank.model.experts",
