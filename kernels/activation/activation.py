@@ -34,10 +34,6 @@ def clamped(kind: str, limit: float) -> str:
     return kind if limit == LIMIT else f"{kind}@{limit}"
 
 
-def clamped_swiglu(limit: float) -> str:
-    return clamped(CLAMPED_SWIGLU, limit)
-
-
 def kind(act: str) -> str:
     """Which of ACTIVATIONS it is."""
     return act.partition("@")[0]

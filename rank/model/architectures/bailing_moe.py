@@ -10,12 +10,14 @@ from .. import base
 from ..layers.feed_forward import Experts, FeedForward
 from . import bailing_hybrid, deepseek_v3, llama, minimax_m2
 
+CONFIG = {"names": {"use_bias": "o_bias", "use_qk_norm": "qk_norm"}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
     use_qkv_bias: bool = False
-    use_bias: bool = False
-    use_qk_norm: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
     norm_head: bool = False
     use_sliding_window: bool = False
     rotary_dim: int | None = None
@@ -43,15 +45,7 @@ class Args(llama.Args):
 
     @property
     def qkv_bias(self) -> bool:
-        return self.use_qkv_bias or self.use_bias
-
-    @property
-    def o_bias(self) -> bool:
-        return self.use_bias
-
-    @property
-    def qk_norm(self) -> bool:
-        return self.use_qk_norm
+        return self.use_qkv_bias or self.o_bias
 
     @property
     def router(self) -> RouterParams:

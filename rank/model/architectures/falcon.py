@@ -12,8 +12,11 @@ from ..layers.feed_forward import Dense
 from . import gpt_neox, internlm2, llama
 
 CONFIG = {
-    "names": {"num_kv_heads": "num_key_value_heads", "activation": "hidden_act", "layer_norm_epsilon": "layer_norm_eps"}
-}
+    "names": {
+        "num_kv_heads": "num_key_value_heads", "activation": "hidden_act", "layer_norm_epsilon": "layer_norm_eps",
+        "bias": "attention_bias",
+    }
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,6 @@ class Args(llama.Args):
     ffn_hidden_size: int | None = None  # None: four times the hidden size
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-5
-    bias: bool = False
     alibi: bool = False
     multi_query: bool = True
     parallel_attn: bool = True
@@ -46,14 +48,6 @@ class Args(llama.Args):
         return replace(made, num_key_value_heads=1) if alone else made
 
     @property
-    def qkv_bias(self) -> bool:
-        return self.bias
-
-    @property
-    def o_bias(self) -> bool:
-        return self.bias
-
-    @property
     def parallel(self) -> bool:
         if self.new_decoder_architecture:
             return self.num_ln_in_parallel_attn == 1
@@ -66,7 +60,7 @@ class Args(llama.Args):
 
     def feed_forward(self, index: int) -> Dense:
         inner = self.ffn_hidden_size or 4 * self.hidden_size
-        return Dense(inner, self.hidden_act, self.bias, gated=False)
+        return Dense(inner, self.hidden_act, self.attention_bias, gated=False)
 
 
 class Layer(gpt_neox.Layer):

@@ -24,6 +24,8 @@ from ..layers.mlp import GatedMLP
 from ..layers.residual import Normed, Partial, ResidualStream
 from . import llama
 
+CONFIG = {"names": {"embedding_multiplier": "embed_scale", "lm_head_multiplier": "logit_scale"}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
@@ -40,8 +42,8 @@ class Args(llama.Args):
     projectors_bias: bool = False
     mamba_rms_norm: bool = False
     mamba_norm_before_gate: bool = True
-    embedding_multiplier: float = 1.0
-    lm_head_multiplier: float = 1.0
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
     mlp_multipliers: list[float] = field(default_factory=lambda: [1.0] * 2)  # of the gate and of what the layer makes
     key_multiplier: float = 1.0
     attention_in_multiplier: float = 1.0
@@ -60,14 +62,6 @@ class Args(llama.Args):
         for key in ("attention_bias", "mamba_proj_bias", "projectors_bias"):
             base.expect(key, getattr(self, key), False)
         base.expect("mamba_d_head", self.mamba_d_head, "auto", self.mamba.head_dim)
-
-    @property
-    def embed_scale(self) -> float:
-        return self.embedding_multiplier
-
-    @property
-    def logit_scale(self) -> float:
-        return self.lm_head_multiplier
 
     def attention_params(self, index: int) -> AttentionParams:
         """The multipliers of queries and keys are in the scale."""

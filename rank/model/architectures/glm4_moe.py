@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from . import deepseek_v3, llama
 
-CONFIG = {"names": {"num_local_experts": "n_routed_experts"}}
+CONFIG = {"names": {"num_local_experts": "n_routed_experts", "use_qk_norm": "qk_norm"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +17,7 @@ class Args(deepseek_v3.ExpertArgs):
 
     rms_norm_eps: float = 1e-5
     n_shared_experts: int = 1
-    use_qk_norm: bool = False
-
-    @property
-    def qk_norm(self) -> bool:
-        return self.use_qk_norm
+    qk_norm: bool = False
 
 
 Model = llama.Model

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .. import base
-from ..layers.feed_forward import Dense
 from ..layers.rope import Parameters
-from . import llama
+from . import gpt_bigcode, llama
 
 CONFIG = {"like": "gpt2"}
 
@@ -32,8 +31,7 @@ class Args(llama.Args):
         part = (self.rotary_dim or self.head_dim) / self.head_dim
         return self.rope_parameters | {"partial_rotary_factor": part, "interleaved": True}
 
-    def feed_forward(self, index: int) -> Dense:
-        return Dense(self.n_inner or 4 * self.hidden_size, self.hidden_act, bias=True, gated=False)
+    feed_forward = gpt_bigcode.Args.feed_forward
 
 
 class Model(llama.Model):

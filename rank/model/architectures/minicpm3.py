@@ -12,7 +12,7 @@ from ..layers.mla import LatentSizes
 from . import deepseek_v2, llama
 
 # The part of a head that is rotated stands for the head where rotary embeddings are made.
-CONFIG = {"names": {"qk_rope_head_dim": "head_dim"}, "defaults": {"head_dim": 32}}
+CONFIG = {"names": {"qk_rope_head_dim": "head_dim", "scale_emb": "embed_scale"}, "defaults": {"head_dim": 32}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +24,13 @@ class Args(llama.Args):
     qk_nope_head_dim: int = 64
     qk_rope_head_dim: int = 32
     v_head_dim: int | None = None
-    scale_emb: float = 12.0
+    embed_scale: float = 12.0
     scale_depth: float | None = 1.4
     dim_model_base: int | None = 256
 
     def __post_init__(self) -> None:
         if self.attention_bias and not self.q_lora_rank:
             raise FatalError("config.json: attention_bias without q_lora_rank is not supported", MODEL)
-
-    @property
-    def embed_scale(self) -> float:
-        return self.scale_emb
 
     @property
     def residual_multiplier(self) -> float:

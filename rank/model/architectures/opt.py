@@ -18,14 +18,18 @@ from ..shard import even, whole
 from ..weights.slicing import Source
 from . import gpt_bigcode, llama
 
-CONFIG = {"names": {"ffn_dim": "intermediate_size", "activation_function": "hidden_act"}}
+CONFIG = {
+    "names": {
+        "ffn_dim": "intermediate_size", "activation_function": "hidden_act", "enable_bias": "attention_bias",
+    }
+}  # fmt: skip
 OFFSET = 2  # rows of the positions' table before that of the first token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
     hidden_act: str = "relu"
-    enable_bias: bool = True
+    attention_bias: bool = True
     do_layer_norm_before: bool = True
     layer_norm_elementwise_affine: bool = True
     word_embed_proj_dim: int | None = None
@@ -45,19 +49,11 @@ class Args(llama.Args):
                 MODEL,
             )
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.enable_bias
-
-    @property
-    def o_bias(self) -> bool:
-        return self.enable_bias
-
     def rope(self, index: int) -> Parameters:
         return NONE
 
     def feed_forward(self, index: int) -> ReluDense:
-        return ReluDense(self.intermediate_size, self.hidden_act, self.enable_bias)
+        return ReluDense(self.intermediate_size, self.hidden_act, self.attention_bias)
 
 
 class ReluMLP(nn.Module):

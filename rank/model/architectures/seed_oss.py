@@ -6,17 +6,13 @@ from dataclasses import dataclass
 
 from . import llama
 
-CONFIG = {"defaults": {"head_dim": 128}}
+CONFIG = {"names": {"attention_out_bias": "o_bias"}, "defaults": {"head_dim": 128}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
     attention_bias: bool = True
-    attention_out_bias: bool = False
-
-    @property
-    def o_bias(self) -> bool:
-        return self.attention_out_bias
+    o_bias: bool = False
 
 
 Model = llama.Model

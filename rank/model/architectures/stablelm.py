@@ -11,16 +11,16 @@ from torch import Tensor
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
 from ....kernels.norm.norm import layer_norm
-from ....kernels.rope.rope import CosSin
 from .. import base
-from ..batch import Batch
 from ..layers.norm import LayerNorm
-from ..layers.residual import Normed, Partial
 from ..shard import Shard, even, key_heads, whole
 from ..weights.slicing import Source
-from . import llama
+from . import cohere, llama
 
-CONFIG = {"defaults": {"partial_rotary_factor": 0.25}}
+CONFIG = {
+    "names": {"use_qkv_bias": "qkv_bias", "use_parallel_residual": "parallel"},
+    "defaults": {"partial_rotary_factor": 0.25},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class Args(llama.Args):
     layer_norms: ClassVar[bool] = True
 
     layer_norm_eps: float = 1e-5
-    use_qkv_bias: bool = False
-    use_parallel_residual: bool = False
+    qkv_bias: bool = False
+    parallel: bool = False
     qk_layernorm: bool = False
     rope_pct: float | None = None  # an older key; transformers reads partial_rotary_factor alone
 
@@ -40,14 +40,6 @@ class Args(llama.Args):
             raise FatalError(
                 f"config.json: rope_pct is {self.rope_pct}, but partial_rotary_factor, which counts, is {share}", MODEL
             )
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.use_qkv_bias
-
-    @property
-    def parallel(self) -> bool:
-        return self.use_parallel_residual
 
 
 class HeadLayerNorms(LayerNorm):
@@ -69,19 +61,15 @@ class HeadLayerNorms(LayerNorm):
 class Attention(llama.Attention):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        self.q_layernorm = self.k_layernorm = None
+        self.q_norm = self.k_norm = None
         if args.qk_layernorm:
             path, tensor, eps = f"model.layers.{index}.self_attn", mesh.tensor, args.layer_norm_eps
             queries = even(args.num_attention_heads, tensor.rank, tensor.size)
             keys = key_heads(args.num_key_value_heads, tensor.rank, tensor.size)
-            self.q_layernorm = HeadLayerNorms(f"{path}.q_layernorm", queries, args.head_dim, eps)
-            self.k_layernorm = HeadLayerNorms(f"{path}.k_layernorm", keys, args.head_dim, eps)
+            self.q_norm = HeadLayerNorms(f"{path}.q_layernorm", queries, args.head_dim, eps)
+            self.k_norm = HeadLayerNorms(f"{path}.k_layernorm", keys, args.head_dim, eps)
 
-    def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
-        q, k, v = self.qkv_proj.split(self.qkv_proj(h))
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        return self.o_proj(self.attention(h, q, k, v, cos_sin, batch))
+    forward = cohere.Attention.forward
 
 
 class Layer(llama.Layer):

@@ -4,12 +4,12 @@ from phalanx.kernels.activation.activation import (
     ACTIVATIONS,
     CLAMPED,
     CLAMPED_SILU,
+    CLAMPED_SWIGLU,
     PLAIN,
     SILU_CLAMPED,
     act_number,
     activate,
     clamped,
-    clamped_swiglu,
     gated_activation,
     gated_activation_reference,
     gated_cpu,
@@ -48,7 +48,7 @@ GATED["clamped_swiglu"] = clamp
 GATED["clamped_silu"] = clamp_silu
 GATED["silu_clamped"] = silu_clamped
 LIMITED = {
-    clamped_swiglu(2.5): lambda gate, up: clamp(gate, up, 2.5),
+    clamped(CLAMPED_SWIGLU, 2.5): lambda gate, up: clamp(gate, up, 2.5),
     clamped(CLAMPED_SILU, 2.5): lambda gate, up: clamp_silu(gate, up, 2.5),
     clamped(SILU_CLAMPED, 2.5): lambda gate, up: silu_clamped(gate, up, 2.5),
 }
@@ -59,12 +59,12 @@ def test_each_activation_is_here():
 
 
 def test_limits():
-    assert clamped_swiglu(7.0) == "clamped_swiglu"
-    assert act_number(clamped_swiglu(2.5)) == 4 | 2560 << 4 and act_number("relu2") == 3
+    assert clamped(CLAMPED_SWIGLU, 7.0) == "clamped_swiglu"
+    assert act_number(clamped(CLAMPED_SWIGLU, 2.5)) == 4 | 2560 << 4 and act_number("relu2") == 3
     assert act_number("clamped_swiglu") == 4 | 7168 << 4
     for wrong in (0, -1.0, 1e6, 0.1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="1/1024"):
-            clamped_swiglu(wrong)
+            clamped(CLAMPED_SWIGLU, wrong)
 
 
 @pytest.mark.sample(5)

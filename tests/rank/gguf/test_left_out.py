@@ -73,7 +73,7 @@ LEFT_OUT = {
     "cohere2": ("cohere2", RMS | dict(
         layer_types=[], sliding_window_pattern=4, use_parallel_block=True, use_gated_activation=True,
     )),
-    "deepseek2": ("deepseek_v2", dict(head_dim=8, moe_layer_freq=1)),
+    "deepseek2": ("deepseek_v2", dict(moe_layer_freq=1)),
     "dots1": ("dots1", dict(
         use_sliding_window=True, max_window_layers=62, layer_types=[], scoring_func="sigmoid", topk_method="noaux_tc",
     )),
@@ -93,7 +93,7 @@ LEFT_OUT = {
     "glm4": ("glm4", {}),
     "glm4moe": ("glm4_moe", dict(scoring_func="sigmoid", topk_method="noaux_tc")),
     "glm_dsa": ("glm_moe_dsa", dict(
-        head_dim=8, moe_layer_freq=1, rope_interleave=True, mlp_layer_types=[], index_topk_pattern=None,
+        moe_layer_freq=1, rope_interleave=True, mlp_layer_types=[], index_topk_pattern=None,
         index_topk_freq=1, index_skip_topk_offset=2,
     )),
     "gpt_oss": ("gpt_oss", dict(layer_types=[], swiglu_limit=7.0, swiglu_alpha=1.702)),
@@ -186,6 +186,8 @@ def args_of(tmp_path):
 @pytest.mark.parametrize("reader", architectures.supported())
 def test_arguments_that_files_do_not_give(args_of, reader):
     model_type, args, given = args_of(reader)
+    names = models.config_keys(model_type).names
+    given |= {names[key]: value for key, value in given.items() if key in names}
     left = {one.name: getattr(args, one.name) for one in dataclasses.fields(args) if one.name not in given}
     expected, values = LEFT_OUT[reader]
     usual = {name: value for name, value in COMMON.items() if name in left}
