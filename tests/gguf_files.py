@@ -80,9 +80,10 @@ ARCHITECTURES = {
     "llama4_text": "llama4", "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
     "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid", "gemma4_text": "gemma4",
+    "falcon_h1": "falcon-h1",
 }  # fmt: skip
-LATENTS = "deepseek2", "glm-dsa"
-NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa"  # what becomes keys and values is in two tensors
+LATENTS = "deepseek2", "glm-dsa", "mistral4"
+NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa", "mistral4"  # what becomes keys and values is in two tensors
 # Names that gguf-py does not have.
 NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
@@ -152,7 +153,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
     if config.get("head_dim") and architecture not in (*LATENTS, "gemma4"):
         writer.add_key_length(dim)
         writer.add_value_length(dim)
-    _rope(writer, config, dim)
+    _rope(writer, config, dim, architecture)
     _experts(writer, config, architecture)
     _particular(writer, config, architecture, tensors)
 
@@ -268,6 +269,7 @@ def _latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if newer:
         writer.add_key_length_mla(key)
         writer.add_value_length_mla(value)
+    if newer and config["model_type"] != "mistral4":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_rope_dimension_count(rotated)
     if config.get("index_topk"):
@@ -276,10 +278,10 @@ def _latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_indexer_top_k(config["index_topk"])
 
 
-def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
+def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int, architecture: str) -> None:
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
-    if beta := full.get("llama_4_scaling_beta"):
+    if (beta := full.get("llama_4_scaling_beta")) and architecture != "mistral4":
         writer.add_attn_temperature_scale(beta)
     stretched = full.get("alpha", 1.0) ** (dim / (dim - 2))
     writer.add_rope_freq_base(full.get("rope_theta", 10000.0) * stretched)
@@ -295,7 +297,7 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
         writer.add_rope_scaling_factor(full["factor"])
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
         if full.get("mscale_all_dim"):
-            writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"] * (1 if beta else 0.1))
+            writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"] * (0.1 if architecture in LATENTS else 1))
     partial = config.get("partial_rotary_factor") or full.get("partial_rotary_factor")
     if partial is not None and full.get("rope_type") != "proportional":
         writer.add_rope_dimension_count(int(dim * partial))
@@ -330,7 +332,7 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any], together: bool 
     found = {
         name: torch.stack([x[i] for i in range(len(x))]) if isinstance(x, dict) else x for name, x in found.items()
     }
-    for name in [one for one in found if one.endswith("experts.gate_proj.weight") and together]:
+    for name in [one for one in found if one.endswith(".experts.gate_proj.weight") and together]:
         gate, up = found.pop(name), found.pop(name.replace("gate", "up"))
         found[name.replace("gate_proj", "gate_up_proj")] = torch.cat((gate, up), 1)
     return found

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import gguf
+import torch
 from torch import Tensor
 
-KINDS = "granitemoehybrid", "nemotron_h"
+KINDS = "granitemoehybrid", "nemotron_h", "falcon_h1"
 
 
 def metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -33,6 +34,8 @@ def metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 def _inner(config: dict[str, Any]) -> int:
     if config["model_type"] == "nemotron_h":
         return config["mamba_num_heads"] * config["mamba_head_dim"]
+    if config["model_type"] == "falcon_h1":
+        return config["mamba_d_ssm"]
     return config["mamba_expand"] * config["hidden_size"]
 
 
@@ -66,6 +69,8 @@ def converted(name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, T
         return [(f"{stem}.{part}_proj.weight", one) for part, one in zip(("gate", "up"), x.chunk(2), strict=True)]
     if name.endswith("shared_mlp.output_linear.weight"):
         return [(f"{_shared(name, config)}.down_proj.weight", x)]
+    if config["model_type"] == "falcon_h1":
+        x = x * _multiplier(name, config)
     name = name.replace(".dt_bias", ".dt_proj.bias")
     if name.endswith("conv1d.weight"):
         x = x.squeeze(1)
@@ -74,6 +79,23 @@ def converted(name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, T
     if name.endswith((".A_log", ".D")):
         x = (-x.exp() if name.endswith("A_log") else x)[:, None]
     return [(name, x)]
+
+
+def _multiplier(name: str, config: dict[str, Any]) -> float | Tensor:
+    """What Falcon-H1's tensor is multiplied with."""
+    gate, down = config["mlp_multipliers"]
+    attention = config["attention_in_multiplier"]
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    if part == "in_proj":
+        values, keys = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        widths = torch.tensor([values, values, keys, keys, config["mamba_n_heads"]])
+        factors = torch.tensor(config["ssm_multipliers"]) * config["ssm_in_multiplier"]
+        return factors.repeat_interleave(widths)[:, None]
+    return {
+        "gate_proj": gate, "down_proj": down, "q_proj": attention, "k_proj": attention * config["key_multiplier"],
+        "v_proj": attention, "o_proj": config["attention_out_multiplier"], "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"], "embed_tokens": config["embedding_multiplier"],
+    }.get(part, 1.0)  # fmt: skip
 
 
 def _shared(name: str, config: dict[str, Any]) -> str:

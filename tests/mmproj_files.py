@@ -32,6 +32,8 @@ def write(
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = load_file(checkpoint / "model.safetensors")
     architecture, text_type, _ = KINDS[config["model_type"]]
+    if config["text_config"]["model_type"] == "mistral4":
+        architecture = text_type = "mistral4"
     vision, text = {}, {}
     for name, x in tensors.items():
         prefix = next((one for one in TOWERS if one in name), None)

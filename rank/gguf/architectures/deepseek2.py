@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and R1, also Kimi K2, Moonlight and GLM-4.7-Flash: all with latent attention.
+"""DeepSeek V2, V3 and R1, also Kimi K2, Moonlight, GLM-4.7-Flash and Mistral Large 3: all with latent attention.
 
 Newer files have what goes from a latent to keys and values in two tensors, which llama.cpp multiplies with as they are:
 of each head [latent, nope] and [value, latent]. `attention.key_length` is there the latent's, not a head's.
@@ -67,8 +67,9 @@ def _router(m: Metadata) -> dict[str, Any]:
     groups, chosen = (1, 1) if m.has("expert_group_count") else GROUPS.get(number, (1, 1))
     groups, chosen = m.integer("expert_group_count", groups), m.integer("expert_group_used_count", chosen)
     method = "noaux_tc" if sigmoid else "group_limited_greedy" if groups > 1 else "greedy"
+    softmax = "mistral4" if m.has("attention.temperature_scale") else "deepseek_v2"
     return {
-        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
+        "model_type": "deepseek_v3" if sigmoid else softmax,
         "scoring_func": "sigmoid" if sigmoid else "softmax",
         "topk_method": method,
         "n_routed_experts": number,
@@ -89,6 +90,8 @@ def _rope(m: Metadata, rope: dict[str, Any]) -> dict[str, Any]:
     if m.has("rope.scaling.yarn_log_multiplier"):
         mscale = round(10 * m.number("rope.scaling.yarn_log_multiplier"), 6)
         rope |= {"mscale": mscale, "mscale_all_dim": mscale}
+    if m.has("attention.temperature_scale"):
+        rope |= {"llama_4_scaling_beta": m.number("attention.temperature_scale")}
     return rope
 
 

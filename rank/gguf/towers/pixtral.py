@@ -1,4 +1,4 @@
-"""Pixtral's tower, which Mistral Small 3.1 and Ministral 3 have."""
+"""Pixtral's tower, which Mistral Small 3.1 and 4 and Ministral 3 have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from ..metadata import Metadata
 from . import common, layers, size
 
-MODELS = {"mistral": "mistral3", "ministral3": "mistral3", "llama": "mistral3"}
+MODELS = dict.fromkeys(("mistral", "ministral3", "mistral4", "llama"), "mistral3")
 TOKENS = {"image_token_id": "[IMG]", "image_break_token_id": "[IMG_BREAK]", "image_end_token_id": "[IMG_END]"}
 PAIRED = "attn_q", "attn_k"
 LAYER = {

@@ -8,7 +8,7 @@ import gguf
 import pytest
 from phalanx.errors import FatalError
 from phalanx.rank.gguf import architectures
-from phalanx.rank.gguf.architectures import apertus, deepseek2, mistral3
+from phalanx.rank.gguf.architectures import apertus, deepseek2, falcon_h1, mistral3, mistral4
 from phalanx.rank.gguf.architectures._common import rope
 from phalanx.rank.model import architectures as models
 
@@ -76,8 +76,8 @@ def test_every_model_that_has_a_name_in_gguf_can_be_read():
         return name.replace("-", "").replace("_", "")
 
     names = {plain(name): name for name in gguf.MODEL_ARCH_NAMES.values()}
-    # Files with sizes for each layer, Mamba-2 or a tower beside them, and new ones: there is no reader yet.
-    unread = {"falcon-h1", "minicpm3", "mistral4", "gptneox"}
+    # There is no reader yet.
+    unread = {"minicpm3", "gptneox"}
     unread |= {
         "kimi-linear",
         "bailingmoe",
@@ -116,6 +116,22 @@ def test_mistral_3_and_ministral_3(monkeypatch, beta, kind):
     assert beta or made["sliding_window"] is None  # without the key, layers would see 4096 tokens
     with pytest.raises(FatalError, match="mistral3 models with experts"):
         mistral3.config(metadata(expert_count=8))
+
+
+@pytest.mark.parametrize("beta", [None, 0.2])
+def test_mistral_4_has_a_temperature_though_files_lack_it(monkeypatch, beta):
+    given = {"attention__temperature_scale": beta} if beta else {}
+    monkeypatch.setattr(deepseek2, "config", lambda m: {"rope_parameters": deepseek2._rope(m, {})})
+    rope = mistral4.config(metadata(**given))["rope_parameters"]
+    assert rope == {"llama_4_scaling_beta": beta or 0.1, "original_max_position_embeddings": 512}
+    router = deepseek2._router(metadata(**given, expert_count=8, expert_shared_count=1, block_count=2))
+    assert router["model_type"] == ("mistral4" if beta else "deepseek_v2")
+
+
+@pytest.mark.parametrize("given, text", [({}, "lm_head_multiplier"), ({"ssm__has_mup": True}, "multipliers")])
+def test_files_of_falcon_h1_without_multipliers_are_refused(given, text):
+    with pytest.raises(FatalError, match=text):
+        falcon_h1.config(metadata(**given))
 
 
 def test_an_activation_of_another_slope_is_refused(monkeypatch):

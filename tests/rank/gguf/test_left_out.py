@@ -43,7 +43,7 @@ KEYS = {
     "dots1": EXPERTS | {"expert_shared_count": 1}, "ernie4_5_moe": EXPERTS, "hunyuan_moe": EXPERTS,
     "lfm2": {"shortconv.l_cache": 3}, "lfm2moe": EXPERTS | {"shortconv.l_cache": 3},
     "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "granitehybrid": SCALES | EXPERTS | MAMBA2, "olmoe": EXPERTS,
-    "nemotron_h": MAMBA2, "nemotron_h_moe": SHARED | MAMBA2,
+    "falcon_h1": MAMBA2, "mistral4": EXPERTS | LATENT, "nemotron_h": MAMBA2, "nemotron_h_moe": SHARED | MAMBA2,
     "gemma2": WINDOW, "gemma3": WINDOW, "gemma4": WINDOW | {
         "attention.sliding_window_pattern": [True] * 5 + [False], "attention.key_length_swa": HEAD,
     },
@@ -80,6 +80,11 @@ LEFT_OUT = {
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5_moe": ("ernie4_5_moe", dict(moe_layer_end_index=None, moe_norm_min=1e-12)),
     "exaone4": ("exaone4", dict(sliding_window_pattern=4)),
+    "falcon_h1": ("falcon_h1", dict(
+        mamba_expand=2, embedding_multiplier=1.0, lm_head_multiplier=1.0, mlp_multipliers=[1.0] * 2, key_multiplier=1.0,
+        attention_in_multiplier=1.0, attention_out_multiplier=1.0, ssm_multipliers=[1.0] * 5, ssm_in_multiplier=1.0,
+        ssm_out_multiplier=1.0, time_step_limit=None,
+    )),
     "gemma": ("gemma", GELU | CAUSAL),
     "gemma2": ("gemma2", GEMMA | CAUSAL),
     "gemma3": ("gemma3_text", GEMMA | CAUSAL | dict(
@@ -116,6 +121,7 @@ LEFT_OUT = {
         qk_norm_type="per_layer", attn_type_list=[],
     )),
     "mistral3": ("mistral", {}),
+    "mistral4": ("mistral4", dict(head_dim=8, moe_layer_freq=1, rope_interleave=True)),
     "nemotron": ("nemotron", RMS | dict(hidden_act="relu2")),
     "nemotron_h": ("nemotron_h", NEMOTRON_H | dict(
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=7688, moe_latent_size=None,
@@ -167,10 +173,11 @@ def args_of(tmp_path):
         for key, value in (USUAL | {epsilon: 1e-3} | KEYS.get(reader, {}) | more).items():
             gguf_files._add(writer, f"{name}.{key}", value)
         writer.add_tensor("token_embd.weight", np.zeros((VOCAB, HIDDEN), np.float32))
-        if reader == "phi2":  # whose head is never tied
+        if reader in ("phi2", "falcon_h1"):  # whose head is never tied
             writer.add_tensor("output.weight", np.zeros((VOCAB, HIDDEN), np.float32))
         for i in range(LAYERS):
-            net = reader.startswith(("qwen35", "qwen3next", "granitehybrid", "nemotron_h")) and (i + 1) % 4
+            some = reader.startswith(("qwen35", "qwen3next", "granitehybrid", "nemotron_h")) and (i + 1) % 4
+            net = some or reader == "falcon_h1"
             writer.add_tensor(f"blk.{i}.ssm_a" if net else f"blk.{i}.attn_norm.weight", np.zeros(4, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

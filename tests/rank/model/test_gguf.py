@@ -52,6 +52,12 @@ MODELS = {
     "granitemoehybrid dense": MODELS["granitemoehybrid dense"] | dict(
         mamba_proj_bias=False, position_embedding_type=None, attention_bias=False,
     ),
+    "mistral4": MODELS["mistral4"] | dict(
+        rope_parameters=DEEPSEEK_YARN | dict(
+            mscale=0.7, llama_4_scaling_beta=0.1, original_max_position_embeddings=16,
+        ),
+    ),
+    "falcon_h1 gated first": MODELS["falcon_h1 gated first"] | dict(mlp_bias=False),
     "exaone4": MODELS["exaone4"] | dict(sliding_window_pattern=4),
     "apertus": dict(model_type="apertus", rope_parameters=dict(rope_type="default", rope_theta=1e4)),
 } | {
@@ -63,6 +69,7 @@ MODELS = {
         "seed_oss", "seed_oss other biases", "glm_moe_dsa", "granitemoe", "nemotron", "olmoe", "ernie4_5_moe",
         "hunyuan_v1_dense", "hunyuan_v1_dense biased", "lfm2", "lfm2_moe",
         "granitemoehybrid", "nemotron_h", "nemotron_h dense", "gemma4_text", "gemma4_text small",
+        "falcon_h1",
     )
 }  # fmt: skip
 
@@ -140,12 +147,15 @@ def test_layers_that_predict_further_tokens_are_told(made, tmp_path, caplog):
     assert not [one for one in caplog.records if one.levelname != "INFO"]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe_text"])
-def test_other_forms_of_files(made, tmp_path, expected, name):
-    """Qwen3-Next's first files have a net's projections together; newer files may have experts' gate and up so."""
+@pytest.mark.parametrize(
+    "name, architecture", [("qwen3_next", ""), ("qwen3_5_moe_text", ""), ("mistral4", ""), ("mistral4", "deepseek2")]
+)
+def test_other_forms_of_files(made, tmp_path, expected, name, architecture):
+    """Qwen3-Next's first files have a net's projections together; newer files may have experts' gate and up so. Mistral
+    Small 4 may be an architecture that others have, too."""
     path, ids = made(name)[0], tokens(40)
     changed = tmp_path / "x.gguf"
-    gguf_files.write(path, changed, together=True)
+    gguf_files.write(path, changed, architecture=architecture, together=True)
     (logits,) = run_steps(changed, [ids], tp=2)
     assert distance(logits, expected(path, ids)) < 1e-4
 
@@ -198,6 +208,9 @@ LATENT = dict(
     qk_rope_head_dim=32, v_head_dim=32, q_lora_rank=64, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
     n_group=1, topk_group=1, moe_intermediate_size=64, first_k_dense_replace=1,
 )  # fmt: skip
+SOFTMAX = LATENT | dict(
+    model_type="mistral4", rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7, llama_4_scaling_beta=0.1),
+)  # fmt: skip
 SINKS = dict(
     model_type="gpt_oss", num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_local_experts=4,
     num_experts_per_tok=2, sliding_window=11, rope_parameters=dict(rope_type="default", rope_theta=1e4),
@@ -218,8 +231,15 @@ GEMMA4_SMALL = MODELS["gemma4_text small"] | GEMMA4 | dict(hidden_size_per_layer
 
 @pytest.mark.parametrize(
     "sizes, kind",
-    [(LATENT, "Q8_0"), (SINKS, "MXFP4"), (GATE_AND_UP, "Q8_0"), (GEMMA4_EXPERTS, "Q8_0"), (GEMMA4_SMALL, "Q8_0")],
-    ids=["latents", "mxfp4", "gate and up", "Gemma 4's experts", "Gemma 4 small"],
+    [
+        (LATENT, "Q8_0"),
+        (SOFTMAX, "Q8_0"),
+        (SINKS, "MXFP4"),
+        (GATE_AND_UP, "Q8_0"),
+        (GEMMA4_EXPERTS, "Q8_0"),
+        (GEMMA4_SMALL, "Q8_0"),
+    ],
+    ids=["latents", "latents and softmax", "mxfp4", "gate and up", "Gemma 4's experts", "Gemma 4 small"],
 )
 def test_what_files_hold_apart_is_quantised(tmp_path, expected, caplog, sizes, kind):
     def kind_of(name):
@@ -227,7 +247,7 @@ def test_what_files_hold_apart_is_quantised(tmp_path, expected, caplog, sizes, k
 
     path = write(tmp_path / "plain", **dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2) | sizes)
     same = gguf_files.dequantised(path, tmp_path / "same", kind_of)
-    file = gguf_files.write(path, tmp_path / "x.gguf", kind_of, together=sizes is GATE_AND_UP)
+    file = gguf_files.write(path, tmp_path / "x.gguf", kind_of, together=sizes in (GATE_AND_UP, SOFTMAX))
     ids = tokens(40)
     caplog.set_level("INFO", "phalanx")
     for tp, way in ((1, "direct"), (2, "striped")):
@@ -261,6 +281,12 @@ def test_value_heads_in_another_order(tmp_path, expected, caplog, dim, ways):
 MAMBA2 = {
     "granitemoehybrid": dict(mamba_n_heads=8, mamba_d_head=16, num_attention_heads=4, num_key_value_heads=2),
     "nemotron_h": {},
+    "falcon_h1": dict(  # powers of two change no codes
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        ssm_multipliers=[0.5, 2.0, 1.0, 4.0, 0.25],
+        ssm_in_multiplier=2.0,
+    ),
 }
 
 

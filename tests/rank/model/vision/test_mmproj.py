@@ -21,7 +21,7 @@ from .... import gguf_files, mmproj_files
 from ....server import Server
 from ..harness import distance, reference
 from ..hybrids import HYBRIDS
-from ..shapes import MODELS
+from ..shapes import MODELS, TEMPERATURE
 from ..test_architectures import TOLERANCE, write
 from .seeing import PREPROCESSOR, SIZES, add_text, data_url, picture, resized, rules_of, seen_logits
 from .test_towers import of_images
@@ -40,7 +40,12 @@ SHAPES = {name: (MODELS | HYBRIDS)[name] for name in ("qwen2_vl", "qwen2_5_vl", 
     },
     "mistral3": MODELS["mistral3"] | {
         "image_token_index": 515, "text_config": MODELS["mistral3"]["text_config"] | {"sliding_window": None},
-    }
+    },
+    "mistral3 of mistral4": MODELS["mistral3 of mistral4"] | {
+        "image_token_index": 515, "text_config": MODELS["mistral3 of mistral4"]["text_config"] | {
+            "rope_parameters": TEMPERATURE | {"llama_4_scaling_beta": 0.1},
+        },
+    },
 }  # fmt: skip
 
 LIMITS = {  # as published: files have none
