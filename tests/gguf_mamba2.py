@@ -60,6 +60,8 @@ def _nemotron(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_group_count(config["n_group"])
+        if config["moe_latent_size"]:
+            writer.add_moe_latent_size(config["moe_latent_size"])
 
 
 def converted(name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Nemotron 3 Nano: Nemotron-H with experts."""
+"""Nemotron 3: Nemotron-H with experts, which may be between two linears."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ TENSORS = nemotron_h.TENSORS | layer(
     ffn_down_exps="mixer.experts.down_proj",
     ffn_up_shexp="mixer.shared_experts.up_proj",
     ffn_down_shexp="mixer.shared_experts.down_proj",
+    ffn_latent_down="mixer.fc1_latent_proj",
+    ffn_latent_up="mixer.fc2_latent_proj",
 )
 ENDINGS = CORRECTION
 LOGARITHMS, ONES, FLAT = nemotron_h.LOGARITHMS, nemotron_h.ONES, nemotron_h.FLAT

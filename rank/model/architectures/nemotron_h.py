@@ -1,5 +1,6 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano (NVIDIA 2025, arXiv 2504.03624, 2508.14444): each layer is one
-sublayer, Mamba-2, attention that is not rotated, or a feed-forward layer without a gate, which may be of experts."""
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA 2025, arXiv 2504.03624, 2508.14444): each layer is one sublayer,
+Mamba-2, attention that is not rotated, or a feed-forward layer without a gate, which may be of experts. Those of Super
+and Ultra are between two linears, as they are smaller than the residual stream."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ from ..cache_spec import CacheSpec, SharedCache
 from ..config import FULL, LINEAR
 from ..layers import mamba2
 from ..layers.attention import layer_type
+from ..layers.linear import ColumnParallel, RowParallel
 from ..layers.mamba2 import Mamba2, Mamba2Shape
 from ..layers.mlp import MLP
 from ..layers.moe import MoE
 from ..layers.norm import AddRMSNorm
 from ..layers.residual import Normed, Partial, ResidualStream
 from ..layers.rope import NONE, Parameters
+from ..shard import whole
 from . import deepseek_v3, llama
 
 CONFIG = {
@@ -60,7 +63,7 @@ class Args(llama.Args):
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 7688
     moe_shared_expert_intermediate_size: int = 7688
-    moe_latent_size: int | None = None
+    moe_latent_size: Count | None = None
     routed_scaling_factor: float = 1.0
     n_group: Count = 1
     topk_group: Count = 1
@@ -70,7 +73,6 @@ class Args(llama.Args):
         mamba2.check_time_steps(self.time_step_limit)
         base.expect("mamba_hidden_act", self.mamba_hidden_act, "silu")
         base.expect("attention_bias", self.attention_bias, False)
-        base.expect("moe_latent_size", self.moe_latent_size, None)
 
     def kind(self, index: int) -> str:
         """A layer's type."""
@@ -106,17 +108,38 @@ class Args(llama.Args):
         )  # fmt: skip
 
 
+class Expand(RowParallel):
+    """The linear after experts of a smaller size. Each rank's part of their sum has all its inputs."""
+
+    matrix: Tensor | None = None  # what is multiplied has to be computed first, which fused kernels do not
+
+    def __init__(self, inputs: int, outputs: int, mesh: Mesh, bias: bool):
+        super().__init__(inputs, outputs, mesh, bias)
+        self.inputs = whole(inputs)
+
+    def multiply(self, x: Partial) -> Tensor:  # type: ignore[override]
+        return super().multiply(x.local())
+
+
 class Experts(MoE):
     """Experts without a gate, and one of another size that all tokens visit."""
 
     def __init__(self, args: Args, mesh: Mesh):
-        hidden, act = args.hidden_size, args.hidden_act
+        hidden, act, latent = args.hidden_size, args.hidden_act, args.moe_latent_size
         inner, experts = args.moe_intermediate_size, args.n_routed_experts
-        super().__init__(hidden, inner, experts, args.router, mesh, act, gated=False)
+        super().__init__(hidden, inner, experts, args.router, mesh, act, gated=False, visited=latent)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if latent is not None:
+            self.fc1_latent_proj = ColumnParallel(whole(hidden), (whole(latent),), args.mlp_bias)
+            self.fc2_latent_proj = Expand(latent, hidden, mesh, args.mlp_bias)
         self.shared_experts = MLP(hidden, args.moe_shared_expert_intermediate_size, mesh, act, args.mlp_bias)
 
     def forward(self, h: Normed | Tensor) -> Partial:
-        return super().forward(h) + self.shared_experts(h)
+        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
+            return super().forward(h) + self.shared_experts(h)
+        chosen = self.gate(h.tensor() if isinstance(h, Normed) else h)
+        routed = self.experts(self.fc1_latent_proj(h), *chosen)
+        return Partial((self.fc2_latent_proj, routed)) + self.shared_experts(h)
 
 
 class Layer(base.Layer):

@@ -97,18 +97,20 @@ class MoE(nn.Module):
 
     def __init__(
         self, hidden: int, inner: int, experts: int, params: RouterParams, mesh: Mesh, act: str = "silu",
-        layout: ExpertLayout = APART, gated: bool = True,
+        layout: ExpertLayout = APART, gated: bool = True, visited: int | None = None,
     ):  # fmt: skip
         """inner: of one expert. act: the activation's name in config.json. layout: of the experts' tensors. gated:
-        whether experts have a gate. Raises FatalError where a token is to visit more experts than there are, or than
-        its groups have."""
+        whether experts have a gate. visited: size of the experts' inputs, if not hidden. Raises FatalError where a
+        token is to visit more experts than there are, or than its groups have."""
         super().__init__()
         if not 0 < params.top_k <= experts:
             raise FatalError(
                 f"config.json: num_experts_per_tok is {params.top_k}, but there are {experts} experts", MODEL
             )
         self.gate = Router(hidden, experts, params)
-        self.experts = FusedExperts(hidden, inner, experts, params.top_k, mesh, activation(act), layout, gated)
+        self.experts = FusedExperts(
+            visited or hidden, inner, experts, params.top_k, mesh, activation(act), layout, gated
+        )
 
     def forward(self, h: Normed | Tensor) -> Partial:
         """h [T, H] → this rank's part of [T, H]."""

@@ -17,6 +17,11 @@ NEMOTRON = dict(
     model_type="nemotron_h", head_dim=16, mamba_num_heads=12, mamba_head_dim=8, ssm_state_size=16,
     layer_norm_epsilon=0.1, time_step_min=1e-30,  # transformers keeps prompts' time steps above that, and no others
 )  # fmt: skip
+LATENT = dict(
+    layers_block_type=["moe", "linear_attention", "moe", "full_attention"], n_groups=6, n_routed_experts=10,
+    num_experts_per_tok=3, moe_intermediate_size=20, moe_shared_expert_intermediate_size=36, moe_latent_size=28,
+    n_group=2, topk_group=1,
+)  # fmt: skip
 FALCON = dict(
     model_type="falcon_h1", head_dim=16, mamba_n_heads=12, mamba_d_ssm=96, mamba_d_head=8, mamba_d_state=16,
     rms_norm_eps=0.1, embedding_multiplier=3.0, lm_head_multiplier=2.0, mlp_multipliers=[0.8, 0.3], key_multiplier=0.4,
@@ -92,6 +97,8 @@ HYBRIDS = {
         num_experts_per_tok=3, moe_intermediate_size=20, moe_shared_expert_intermediate_size=36,
         routed_scaling_factor=2.5,
     ),
+    "nemotron_h latent": NEMOTRON | LATENT,
+    "nemotron_h latent biased": NEMOTRON | LATENT | dict(mlp_bias=True),
     "nemotron_h dense": NEMOTRON | dict(
         hybrid_override_pattern="M-*M", n_groups=1, use_bias=True, mlp_bias=True, use_conv_bias=False, conv_kernel=3,
     ),

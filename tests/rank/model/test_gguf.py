@@ -68,7 +68,7 @@ MODELS = {
         "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "ernie4_5", "ernie4_5 biased", "arcee", "arcee biased",
         "seed_oss", "seed_oss other biases", "glm_moe_dsa", "granitemoe", "nemotron", "olmoe", "ernie4_5_moe",
         "hunyuan_v1_dense", "hunyuan_v1_dense biased", "lfm2", "lfm2_moe",
-        "granitemoehybrid", "nemotron_h", "nemotron_h dense", "gemma4_text", "gemma4_text small",
+        "granitemoehybrid", "nemotron_h", "nemotron_h latent", "nemotron_h dense", "gemma4_text", "gemma4_text small",
         "falcon_h1",
     )
 }  # fmt: skip
