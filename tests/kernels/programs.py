@@ -7,7 +7,6 @@ from phalanx.kernels.activation.activation import (
     SILU_CLAMPED,
     act_number,
     clamped,
-    clamped_swiglu,
 )
 from phalanx.kernels.attention import decode, mla_decode, prefill, topk_select
 from phalanx.kernels.collective import allreduce
@@ -134,8 +133,8 @@ PROGRAMS = [
     ("activation", dict(T=torch.bfloat16, V=8, ACT=1)),
     ("activation", dict(T=torch.float32, V=1, ACT=2)),
     ("activation", dict(T=torch.bfloat16, V=2, ACT=3)),
-    ("activation", dict(T=torch.bfloat16, V=8, ACT=act_number(clamped_swiglu(7.0)))),
-    ("activation", dict(T=torch.float32, V=1, ACT=act_number(clamped_swiglu(65536.0)))),
+    ("activation", dict(T=torch.bfloat16, V=8, ACT=act_number(clamped(CLAMPED_SWIGLU, 7.0)))),
+    ("activation", dict(T=torch.float32, V=1, ACT=act_number(clamped(CLAMPED_SWIGLU, 65536.0)))),
     ("activation", dict(T=torch.bfloat16, V=8, ACT=act_number(clamped(CLAMPED_SILU, 10.0)))),
     ("activation", dict(T=torch.bfloat16, V=8, ACT=act_number(clamped(SILU_CLAMPED, 16.0)))),
     ("scale_by_gate", dict(T=torch.bfloat16, N=2048, WIDTH=512, V=8, THREADS=256)),

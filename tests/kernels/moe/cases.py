@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from phalanx.kernels.activation.activation import ACTIVATIONS, clamped_swiglu
+from phalanx.kernels.activation.activation import ACTIVATIONS, CLAMPED_SWIGLU, clamped
 from phalanx.kernels.moe import moe, plain_experts
 from phalanx.kernels.moe.moe import Biases, Inputs, LocalExperts
 from phalanx.kernels.moe.plain_experts import TileConfig, Tiling
@@ -114,7 +114,7 @@ def main() -> None:
         Tiling(TileConfig(rows, outputs, inputs, 4, 2), TileConfig(rows, 2 * outputs, inputs, 4, 2))
         for rows, outputs, inputs in ((16, 32, 32), (32, 32, 64))
     ]
-    acts = *ACTIVATIONS, clamped_swiglu(0.5)
+    acts = *ACTIVATIONS, clamped(CLAMPED_SWIGLU, 0.5)
     dtypes = [(torch.float32, 3e-6), (torch.float16, 4e-3)]
     for i, sizes in enumerate(CASES):  # each dtype meets both tilings, with biases and without
         tiles = tilings[i % 2]

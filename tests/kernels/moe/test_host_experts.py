@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from phalanx.kernels.activation.activation import ACTIVATIONS, clamped_swiglu
+from phalanx.kernels.activation.activation import ACTIVATIONS, CLAMPED_SWIGLU, clamped
 from phalanx.kernels.moe.host_experts import Experts, HostRouted
 from phalanx.kernels.moe.moe import Biases, Inputs, LocalExperts
 from phalanx.kernels.quantized import e4m3, gpu_layout
@@ -41,7 +41,7 @@ def test_sums(sizes, dtype):
         assert all(torch.equal(rounds(case, cuts), one) for cuts in (2, 3))  # bit by bit, in any rounds
 
 
-@pytest.mark.parametrize("act", [*ACTIVATIONS, clamped_swiglu(0.5)])
+@pytest.mark.parametrize("act", [*ACTIVATIONS, clamped(CLAMPED_SWIGLU, 0.5)])
 def test_biases_and_experts_of_other_ranks(act):
     case = make(CASES[1], torch.float32)
     w13, w2 = case.w13[3:9].contiguous(), case.w2[3:9].contiguous()

@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 import torch
-from phalanx.kernels.activation.activation import clamped_swiglu, gated_activation
+from phalanx.kernels.activation.activation import CLAMPED_SWIGLU, clamped, gated_activation
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.cpp.scratch import Scratch
 from phalanx.kernels.quantized import affine, blocks_cpu, cpu_layouts, e4m3_cpu, floats, linear, mxfp4
@@ -80,7 +80,7 @@ def test_many_rows(isa, called, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("act", [*GATED, clamped_swiglu(0.5)])
+@pytest.mark.parametrize("act", [*GATED, clamped(CLAMPED_SWIGLU, 0.5)])
 def test_an_activation_on_the_way(isa, called, act, dtype):
     """Experts' rows, to the bit; rows before and behind theirs are not touched."""
     of = FORMS["int4"]()[0]
