@@ -107,7 +107,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed before outstanding results arrive."""
-        step = PlannedStep()
+        step = PlannedStep(self.stages)
         group = self._decode_group()
         if self.speculation is not None and not self._speculate(step, group):
             return None
@@ -128,7 +128,6 @@ class Scheduler:
             return False
         step.query_len, step.proposed = self.speculation.choose(group)
         step.wanted, step.follows = self.speculation.model_drafts, self.speculation.model_follows
-        step.keeps = step.wanted > 0 and self.stages == 1  # else only the last stage has them
         if step.query_len > 1 and not self._fits(group, step.query_len):
             step.query_len = 1
         if step.query_len == 1:

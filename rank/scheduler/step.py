@@ -81,10 +81,10 @@ class Constrained(NamedTuple):
 class PlannedStep:
     """A plan while it is being written."""
 
+    stages: int = 1  # of the pipeline
     query_len: int = 1  # tokens of sequences with drafts
     wanted: int = 0  # as protocol.Plan has it ...
     follows: bool = False  # ... and this
-    keeps: bool = False  # and this, if drafts are verified and no row that is sampled has a grammar
     proposed: dict[str, list[int]] = field(default_factory=dict)  # drafts by sequences' ids, of those that have some
     verified: list[Sequence] = field(default_factory=list)  # query_len tokens each
     decodes: list[Sequence] = field(default_factory=list)  # one token each, which may be a prompt's last
@@ -132,7 +132,7 @@ class PlannedStep:
             drafts=b"".join(_filled(one, query_len - 1) for one in drafts),
             rejected=rejected,
             wanted=self.wanted,
-            keeps=self.keeps and query_len > 1 and all(one.grammar is None for one in sampled),
+            keeps=self._keeps(query_len, sampled),
             follows=self.follows,
             tower=self.tower,
         )
@@ -143,6 +143,11 @@ class PlannedStep:
             if one.grammar is not None
         ]
         return ScheduledStep(plan, sampled, constrained, query_len, drafts, pixels=self.pixels)
+
+    def _keeps(self, query_len: int, sampled: list[Sequence]) -> bool:
+        """Whether the ranks keep the drafts that are wanted, as protocol.Plan has it: of several stages only the last
+        has them, and a grammar's mask follows from the ids of drafts."""
+        return bool(self.wanted) and self.stages == 1 and query_len > 1 and all(one.grammar is None for one in sampled)
 
 
 def _filled(drafts: list[int], count: int) -> bytes:
