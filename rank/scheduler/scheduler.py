@@ -243,6 +243,8 @@ class Scheduler:
         """Free its row and blocks and queue it again. Later it recomputes what the prefix cache no longer has."""
         self.running.remove(sequence)
         self._free_row(sequence)
+        if self.speculation is not None:
+            self.speculation.preempted(sequence)
         self.backlog += sequence.num_computed
         sequence.num_computed = 0
         bisect.insort(self.waiting, sequence, key=_order)

@@ -409,6 +409,11 @@ class Speculation:
                 break
         drafter.made, drafter.made_behind = drafts, len(sequence.tokens)
 
+    def preempted(self, sequence: Sequence) -> None:
+        """Forget the drafts made of a sequence: ranks keep them by its row, which another one may have next."""
+        if drafter := self._drafters.get(sequence.id):
+            drafter.made = []
+
     def ended(self, sequence: Sequence) -> None:
         self._drafters.pop(sequence.id, None)
         self._look_at = 0  # another may have come

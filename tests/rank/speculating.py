@@ -60,6 +60,9 @@ class Drafts:
     def made(self, sequence, drafts):
         """A draft model's: the step verifies others."""
 
+    def preempted(self, sequence):
+        pass
+
     def ended(self, sequence):
         pass
 

@@ -342,6 +342,21 @@ def test_kept_drafts_that_are_not_verified_say_nothing():
     assert made._model_rates[0] > before
 
 
+def test_a_preempted_sequence_has_no_drafts_of_its_old_row():
+    """Its last token may be a chunk of its own when it is computed again: ranks keep drafts by rows."""
+    made = speculation(lambda n, q: 1.0, model="mtp")
+    scheduler = Scheduler(Blocks(64, 16), 8, 9, 900, speculation=made)
+    scheduler.add(request("0", list(range(8)), 100))
+    scheduler.update(scheduler.schedule(), step_output([[0]], drafts=range(7)))
+    kept = scheduler.schedule()
+    scheduler.update(kept, step_output([[5]]))
+    (one,) = scheduler.running
+    assert kept.plan.keeps and len(one.tokens) == 10
+    scheduler._preempt(one)
+    scheduler.update(scheduler.schedule(), step_output([]))  # 9 of its 10 tokens
+    assert not scheduler.schedule().plan.drafts
+
+
 def test_a_model_reads_some_tokens_before_it_drafts_again():
     """Its keys and values of what came while it rested are missing. Steps in which it reads on are not timed."""
     made = speculation(lambda n, q: 1 + 0.4 * (q - 1), model="mtp")
