@@ -62,6 +62,7 @@ class Scheduler:
         self._unread = 0  # steps whose results have not arrived ...
         self._speculative = 0  # ... and those of them whose lengths are not known
         self._ended_at = 0.0  # when the last step's results were here; 0: nothing has been waiting since
+        self._kept = False  # whether drafts were computed after that
         self.backlog = 0  # tokens that all sequences still have to compute, as far as is known
         self._step = 0
         self._arrivals = 0
@@ -443,9 +444,10 @@ class Scheduler:
                 self.speculation.made(sequence, drafts[i * wanted : (i + 1) * wanted])
         if self.speculation is not None:
             now = time.monotonic()
-            if self._ended_at and done.timed:
+            # Drafts that ranks keep count for the step behind theirs: that is as much where both have them, or none.
+            if self._ended_at and done.timed and done.plan.keeps == self._kept:
                 self.speculation.took(len(done.sampled), done.query_len, added, now - self._ended_at)
-            self._ended_at = 0.0 if self.idle else now
+            self._ended_at, self._kept = 0.0 if self.idle else now, done.plan.keeps
         return deltas
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], str, int]:

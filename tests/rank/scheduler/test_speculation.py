@@ -357,6 +357,21 @@ def test_a_preempted_sequence_has_no_drafts_of_its_old_row():
     assert not scheduler.schedule().plan.drafts
 
 
+def test_steps_are_timed_behind_their_kind(monkeypatch):
+    """The step behind one whose drafts are kept waits for these, too: as long as its own are waited for elsewhere."""
+    scheduler = sequences(speculation(lambda n, q: 1.0, model="mtp"), list(range(40)))
+    timed = []
+    monkeypatch.setattr(scheduler.speculation, "took", lambda sequences, query_len, *_: timed.append(query_len))
+    scheduler.update(scheduler.schedule(), step_output([[41]], drafts=range(7)))
+    counts = []
+    for _ in range(3):
+        step = scheduler.schedule()
+        assert step.plan.keeps and step.timed
+        scheduler.update(step, step_output([[7]]))
+        counts.append(len(timed))
+    assert counts == [0, 1, 2]
+
+
 def test_a_model_reads_some_tokens_before_it_drafts_again():
     """Its keys and values of what came while it rested are missing. Steps in which it reads on are not timed."""
     made = speculation(lambda n, q: 1 + 0.4 * (q - 1), model="mtp")
