@@ -178,7 +178,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; in the first delta
     admitted: float = 0.0  # when it got a row first, by time.monotonic(), which this host's processes share; as above
     drafted: int = 0  # drafts of its tokens that the step has verified
-    accepted: int = 0  # and of these those that were right
+    accepted: int = 0  # and of these those that were right, up to its end
     embedding: bytes = b""  # f32, little-endian
     prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens but the first; in the first delta
     error: str = ""  # for finish == "error": what to tell the client

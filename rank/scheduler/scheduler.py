@@ -429,7 +429,7 @@ class Scheduler:
                     cached_tokens=0 if sequence.reported else sequence.cached_tokens,
                     admitted=0.0 if sequence.reported else sequence.admitted,
                     drafted=drafted,
-                    accepted=accepted,
+                    accepted=min(accepted, len(shown)),  # the sequence may end within them
                     embedding=output.embeddings.get(i, b""),
                     prompt_logprobs=output.prompt_logprobs.get(i, []),
                     error=sequence.grammar.error if sequence.grammar is not None else "",

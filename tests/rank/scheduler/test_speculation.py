@@ -131,6 +131,14 @@ def test_counts_are_told_with_the_tokens():
     scheduler.check_empty()
 
 
+def test_right_drafts_behind_a_sequences_end_are_not_counted():
+    scheduler = Scheduler(Blocks(64, 16), 8, 512, 900, speculation=speculation(lambda n, q: 1.0))
+    scheduler.add(request("0", [*DOCUMENT, *DOCUMENT[:30]], 4))
+    scheduler.update(scheduler.schedule(), step_output([[130]]))
+    (delta,) = scheduler.update(scheduler.schedule(), step_output([[*DOCUMENT[31:38], 5]]))
+    assert (len(delta.tokens), delta.finish, delta.drafted, delta.accepted) == (3, "length", 7, 3)
+
+
 def test_rates_of_a_sequence_begin_with_those_of_others():
     others = Rates(list(FIRST_RATES))
     assert [others[i] for i in range(4)] == list(FIRST_RATES)
