@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-METHODS = {"ngram": "ngram", "suffix": "ngram", "eagle3": "eagle3", "draft_model": "draft", "mtp": "mtp"}
+NGRAM = dict.fromkeys(("ngram", "ngram_gpu", "suffix"), "ngram")
+METHODS = NGRAM | {"eagle3": "eagle3", "draft_model": "draft", "mtp": "mtp"}
 
 
 class SpeculativeConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -16,12 +17,18 @@ class SpeculativeConfig(msgspec.Struct, forbid_unknown_fields=True):
     method: str | None = None
     model: str | None = None
     draft_tensor_parallel_size: int | None = None
-    # Not read: how many tokens have to be equal is fixed, drafts are computed for sequences as long as the target's,
-    # and how many are verified is chosen for each step, whatever the batch.
+    # Not read: how many tokens have to be equal is fixed, drafts are computed for sequences as long as the target's and
+    # with graphs, and how many are verified is chosen for each step, whatever the batch.
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     max_model_len: int | None = None
     disable_by_batch_size: int | None = None
+    disable_padded_drafter_batch: bool | None = None
+    enforce_eager: bool | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
 
 
 def options(text: str) -> dict[str, Any]:
