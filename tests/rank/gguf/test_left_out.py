@@ -81,7 +81,7 @@ LEFT_OUT = {
     "ernie4_5_moe": ("ernie4_5_moe", dict(moe_layer_end_index=None, moe_norm_min=1e-12)),
     "exaone4": ("exaone4", dict(sliding_window_pattern=4)),
     "falcon_h1": ("falcon_h1", dict(
-        mamba_expand=2, embedding_multiplier=1.0, lm_head_multiplier=1.0, mlp_multipliers=[1.0] * 2, key_multiplier=1.0,
+        mamba_expand=2, embed_scale=1.0, logit_scale=1.0, mlp_multipliers=[1.0] * 2, key_multiplier=1.0,
         attention_in_multiplier=1.0, attention_out_multiplier=1.0, ssm_multipliers=[1.0] * 5, ssm_in_multiplier=1.0,
         ssm_out_multiplier=1.0, time_step_limit=None,
     )),
@@ -121,7 +121,7 @@ LEFT_OUT = {
         qk_norm_type="per_layer", attn_type_list=[],
     )),
     "mistral3": ("mistral", {}),
-    "mistral4": ("mistral4", dict(head_dim=8, moe_layer_freq=1, rope_interleave=True)),
+    "mistral4": ("mistral4", dict(moe_layer_freq=1, rope_interleave=True)),
     "nemotron": ("nemotron", RMS | dict(hidden_act="relu2")),
     "nemotron_h": ("nemotron_h", NEMOTRON_H | dict(
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=7688, moe_latent_size=None,
