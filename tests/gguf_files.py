@@ -26,7 +26,10 @@ SCALES = {
     Type.IQ1_S: (0,),
 }  # fmt: skip
 # Whose queries and keys are written as interleaved pairs.
-PAIRED = "arcee", "granite", "granitemoe", "granitemoehybrid", "llama", "ministral3", "mistral", "mixtral", "smollm3"
+PAIRED = (
+    "arcee", "granite", "granitemoe", "granitemoehybrid", "llama", "ministral3", "mistral", "mixtral", "olmo",
+    "smollm3",
+)  # fmt: skip
 
 
 def write(
@@ -80,7 +83,7 @@ ARCHITECTURES = {
     "llama4_text": "llama4", "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
     "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid", "gemma4_text": "gemma4",
-    "falcon_h1": "falcon-h1",
+    "falcon_h1": "falcon-h1", "cohere": "command-r",
 }  # fmt: skip
 LATENTS = "deepseek2", "glm-dsa", "mistral4"
 NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa", "mistral4"  # what becomes keys and values is in two tensors
@@ -201,7 +204,9 @@ def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: s
         writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     if architecture == "gemma4":
         _gemma4(writer, config)
-    if architecture == "cohere2":
+    if config.get("clip_qkv"):
+        writer.add_clamp_kqv(config["clip_qkv"])
+    if architecture in ("cohere2", "command-r"):
         writer.add_logit_scale(config["logit_scale"])
     if architecture in LATENTS:
         _latents(writer, config)

@@ -84,7 +84,7 @@ def converted(name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, T
 
 
 def _multiplier(name: str, config: dict[str, Any]) -> float | Tensor:
-    """What Falcon-H1's tensor is multiplied with."""
+    """The factor that the converter multiplies into a tensor of Falcon-H1."""
     gate, down = config["mlp_multipliers"]
     attention = config["attention_in_multiplier"]
     part = name.removesuffix(".weight").rpartition(".")[2]

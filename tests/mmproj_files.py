@@ -18,6 +18,7 @@ KINDS = {
     "qwen2_vl": ("qwen2vl", "qwen2", gguf.VisionProjectorType.QWEN2VL),
     "qwen2_5_vl": ("qwen2vl", "qwen2", gguf.VisionProjectorType.QWEN25VL),
     "qwen3_vl": ("qwen3vl", "qwen3", gguf.VisionProjectorType.QWEN3VL),
+    "qwen3_vl_moe": ("qwen3vlmoe", "qwen3_moe", gguf.VisionProjectorType.QWEN3VL),
     "qwen3_5": ("qwen35", "qwen3_5_text", gguf.VisionProjectorType.QWEN3VL),
     "gemma3": ("gemma3", "gemma3_text", gguf.VisionProjectorType.GEMMA3),
     "mistral3": ("mistral3", "mistral", gguf.VisionProjectorType.PIXTRAL),
@@ -80,7 +81,7 @@ def _mmproj(config: dict[str, Any], tensors: dict[str, Tensor], file: Path, kind
     elif model_type == "qwen2_vl":
         writer.add_vision_image_size(560)
         writer.add_vision_attention_layernorm_eps(1e-6)
-    elif model_type in ("qwen3_vl", "qwen3_5"):
+    elif model_type in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5"):
         writer.add_vision_image_size(int(vision["num_position_embeddings"] ** 0.5) * vision["patch_size"])
         writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
         writer.add_vision_is_deepstack_layers([i in vision.get("deepstack_visual_indexes", ()) for i in range(layers)])
@@ -111,7 +112,7 @@ def _mmproj(config: dict[str, Any], tensors: dict[str, Tensor], file: Path, kind
 
 
 def _processor(model_type: str) -> dict[str, list[float]]:
-    if model_type in ("qwen3_vl", "qwen3_5", "gemma3"):
+    if model_type in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3"):
         return {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     return {
         "image_mean": [0.48145466, 0.4578275, 0.40821073],

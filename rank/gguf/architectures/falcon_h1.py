@@ -10,7 +10,7 @@ from . import _mamba2
 from ._common import DECODER, layer
 from ._common import config as common
 
-# That norm's name has no ending there.
+# Files name that norm without an ending.
 TENSORS = DECODER | _mamba2.tensors("mamba") | layer(ffn_norm="post_attention_layernorm.weight")
 LOGARITHMS, ONES, FLAT = _mamba2.LOGARITHMS, _mamba2.ONES, _mamba2.FLAT
 NAME = "falcon-h1"

@@ -1,4 +1,4 @@
-"""The tower of Qwen3-VL, dense, and Qwen3.5."""
+"""The tower of Qwen3-VL and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from ....errors import MODEL, FatalError
 from ..metadata import Metadata
 from . import _qwen, size
 
-MODELS = {"qwen3": "qwen3_vl", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+MODELS = {
+    "qwen3": "qwen3_vl",
+    "qwen3_moe": "qwen3_vl_moe",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
 TOKENS = _qwen.TOKENS
 # Mergers of layers that are handed on stand under the layer's number in files, and by their order in the tower.
 DEEPER = {

@@ -21,7 +21,7 @@ USUAL = {
     "context_length": 8192, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": 128,
     "attention.head_count": HIDDEN // HEAD,
 }  # fmt: skip
-LAYER_NORMS = "cohere2", "nemotron", "phi2", "stablelm", "starcoder", "starcoder2"
+LAYER_NORMS = "cohere2", "command_r", "nemotron", "phi2", "stablelm", "starcoder", "starcoder2"
 EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
 SHARED = EXPERTS | {"expert_shared_feed_forward_length": 32}
 LATENT = {
@@ -39,7 +39,8 @@ INDEXER = {"expert_gating_func": 2} | {f"attention.indexer.{key}": 16 for key in
 WINDOW = {"attention.sliding_window": 9}
 # Keys that files of some architectures have besides.
 KEYS = {
-    "cohere2": WINDOW | {"logit_scale": 0.5}, "deepseek2": EXPERTS | LATENT,
+    "cohere2": WINDOW | {"logit_scale": 0.5}, "command_r": {"logit_scale": 0.5}, "qwen3vlmoe": EXPERTS,
+    "deepseek2": EXPERTS | LATENT,
     "dots1": EXPERTS | {"expert_shared_count": 1}, "ernie4_5_moe": EXPERTS, "hunyuan_moe": EXPERTS,
     "lfm2": {"shortconv.l_cache": 3}, "lfm2moe": EXPERTS | {"shortconv.l_cache": 3},
     "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "granitehybrid": SCALES | EXPERTS | MAMBA2, "olmoe": EXPERTS,
@@ -73,6 +74,7 @@ LEFT_OUT = {
     "cohere2": ("cohere2", RMS | dict(
         layer_types=[], sliding_window_pattern=4, use_parallel_block=True, use_gated_activation=True,
     )),
+    "command_r": ("cohere", RMS),
     "deepseek2": ("deepseek_v2", dict(moe_layer_freq=1)),
     "dots1": ("dots1", dict(
         use_sliding_window=True, max_window_layers=62, layer_types=[], scoring_func="sigmoid", topk_method="noaux_tc",
@@ -107,6 +109,7 @@ LEFT_OUT = {
     "granitehybrid": ("granitemoehybrid", dict(time_step_limit=None)),
     "hunyuan_dense": ("hunyuan_v1_dense", {}),
     "hunyuan_moe": ("hunyuan_v1_moe", {}),
+    "internlm2": ("llama", {}),
     "lfm2": ("lfm2", dict(
         conv_bias=False, full_attn_idxs=None, block_ffn_dim_multiplier=1.0, block_multiple_of=256,
     )),
@@ -129,6 +132,7 @@ LEFT_OUT = {
         norm_topk_prob=True,
     )),
     "nemotron_h_moe": ("nemotron_h", NEMOTRON_H),
+    "olmo": ("olmo", dict(clip_qkv=None)),
     "olmo2": ("olmo2", dict(clip_qkv=None)),
     "olmoe": ("olmoe", dict(clip_qkv=None, norm_topk_prob=False)),
     "phi2": ("phi", RMS | dict(hidden_act="gelu_new", qk_layernorm=False)),
@@ -138,6 +142,7 @@ LEFT_OUT = {
     "qwen2vl": ("qwen2", SLIDES),
     "qwen3": ("qwen3", SLIDES),
     "qwen3vl": ("qwen3", SLIDES),
+    "qwen3vlmoe": ("qwen3_moe", SLIDES | EACH),
     "qwen35": ("qwen3_5_text", GATED),
     "qwen35moe": ("qwen3_5_moe_text", GATED | EACH | dict(norm_topk_prob=True)),
     "qwen3moe": ("qwen3_moe", SLIDES | EACH),

@@ -57,6 +57,8 @@ MODELS = {
             mscale=0.7, llama_4_scaling_beta=0.1, original_max_position_embeddings=16,
         ),
     ),
+    "cohere normed": MODELS["cohere normed"] | dict(tie_word_embeddings=True),
+    "olmo clipped": MODELS["olmo clipped"] | dict(attention_bias=False),
     "falcon_h1 gated first": MODELS["falcon_h1 gated first"] | dict(mlp_bias=False),
     "exaone4": MODELS["exaone4"] | dict(sliding_window_pattern=4),
     "apertus": dict(model_type="apertus", rope_parameters=dict(rope_type="default", rope_theta=1e4)),
@@ -69,7 +71,7 @@ MODELS = {
         "seed_oss", "seed_oss other biases", "glm_moe_dsa", "granitemoe", "nemotron", "olmoe", "ernie4_5_moe",
         "hunyuan_v1_dense", "hunyuan_v1_dense biased", "lfm2", "lfm2_moe",
         "granitemoehybrid", "nemotron_h", "nemotron_h latent", "nemotron_h dense", "gemma4_text", "gemma4_text small",
-        "falcon_h1",
+        "falcon_h1", "cohere", "olmo",
     )
 }  # fmt: skip
 
@@ -128,7 +130,8 @@ def test_each_architecture_computes_as_its_checkpoint(made, expected, caplog, na
 def test_each_reader_has_a_file():
     types = {options["model_type"] for options in MODELS.values()}
     names = {architectures.spelled(gguf_files.ARCHITECTURES.get(one, one)) for one in types}
-    elsewhere = {"qwen2vl", "qwen3vl", "nemotron_h_moe"}  # in test_mmproj.py, and of nemotron_h with experts
+    # In test_mmproj.py, of nemotron_h with experts, and of llama
+    elsewhere = {"qwen2vl", "qwen3vl", "qwen3vlmoe", "nemotron_h_moe", "internlm2"}
     assert names | elsewhere == set(architectures.supported())
 
 
@@ -148,7 +151,8 @@ def test_layers_that_predict_further_tokens_are_told(made, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "name, architecture", [("qwen3_next", ""), ("qwen3_5_moe_text", ""), ("mistral4", ""), ("mistral4", "deepseek2")]
+    "name, architecture",
+    [("qwen3_next", ""), ("qwen3_5_moe_text", ""), ("mistral4", ""), ("mistral4", "deepseek2"), ("llama", "internlm2")],
 )
 def test_other_forms_of_files(made, tmp_path, expected, name, architecture):
     """Qwen3-Next's first files have a net's projections together; newer files may have experts' gate and up so. Mistral

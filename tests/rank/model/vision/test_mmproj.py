@@ -34,6 +34,9 @@ VOCABULARIES["gemma3"]["tokenizer.ggml.tokens"][512] = "<image_soft_token>"
 # Files of Mistral do not have its window.
 SLIDING = dict(num_hidden_layers=7, layer_types=["sliding_attention"] * 5 + ["full_attention", "sliding_attention"])
 SHAPES = {name: (MODELS | HYBRIDS)[name] for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")} | {
+    "qwen3_vl_moe": MODELS["qwen3_vl_moe"] | {
+        "text_config": MODELS["qwen3_vl_moe"]["text_config"] | {"decoder_sparse_step": 1},
+    },
     "gemma3": MODELS["gemma3"] | {
         "text_config": MODELS["gemma3"]["text_config"] | {"query_pre_attn_scalar": 16} | SLIDING,
         "vision_config": MODELS["gemma3"]["vision_config"] | {"intermediate_size": 64},
@@ -49,7 +52,9 @@ SHAPES = {name: (MODELS | HYBRIDS)[name] for name in ("qwen2_vl", "qwen2_5_vl", 
 }  # fmt: skip
 
 LIMITS = {  # as published: files have none
-    **dict.fromkeys(("qwen3_vl", "qwen3_5"), {"size": {"shortest_edge": 1 << 16, "longest_edge": 1 << 24}}),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5"), {"size": {"shortest_edge": 1 << 16, "longest_edge": 1 << 24}}
+    ),
     "gemma3": {"do_pan_and_scan": False},
 }  # fmt: skip
 
