@@ -24,7 +24,7 @@ OTHERS = (
     "granitemoe gemma4_text lfm2_moe granitemoehybrid ernie4_5_moe hunyuan_v1_moe mistral4 qwen3_vl_moe hy_v3 "
     "deepseek_v32 deepseek_v4 glm_moe_dsa kimi_linear bailing_hybrid glm5_next step3p7 minimax_m3_vl_text "
     "minimax_m3_vl llama4 llama4_text"
-).split()
+).split() + ["mistral3 of mistral4"]
 ALL = 1 << 20
 ROOMS = [
     *(OffloadOptions(offload=ALL, placement=placement) for placement in ("auto", "cpu", "stream")),
