@@ -46,6 +46,7 @@ EAGER = {
     "minicpm3",
     "minimax_m3_vl",
     "minimax_m3_vl_text",
+    "mistral3 of mistral4",
     "mistral4",
     "olmo clipped",
     "opt",
