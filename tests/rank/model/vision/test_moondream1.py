@@ -294,9 +294,9 @@ def test_objects_on_a_live_server(made, tmp_path, ranks, cut):
             assert [one.keys() for one in said] == [one.keys() for one in found]
             assert [[*one.values()] for one in said] == [pytest.approx([*one.values()], abs=1e-5) for one in found]
         if ranks == 1:  # more choices than the cache has blocks for
-            _, answer, _ = asked(texts[3], n=10)
-            assert all(one["token_ids"] == chosen for one in answer["choices"])
-            assert server.metric("vllm:num_preemptions_total") > 0
+            while not server.metric("vllm:num_preemptions_total"):  # none where some end before others begin
+                _, answer, _ = asked(texts[3], n=10)
+                assert all(one["token_ids"] == chosen for one in answer["choices"])
         status, answer, _ = asked("Detect: cat", max_tokens=5)
         assert len(json.loads(answer["choices"][0]["message"]["content"])) == 1  # the second one is not whole
         for wrong in ({"logprobs": True}, {"response_format": {"type": "json_object"}}):
