@@ -11,6 +11,7 @@ import pytest
 from phalanx.launcher.builtin_model import DIRECTORY
 from phalanx.rank import protocol
 
+from .. import retries
 from ..checkpoints import make_checkpoint, write_tokenizer
 from .model.hybrids import HYBRIDS
 from .model.test_architectures import MODELS, write
@@ -108,6 +109,7 @@ def test_forced_texts_of_a_trained_model():
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
+@retries.CLOCKS  # sequences with a grammar get no drafts for a while after a mask was late
 @pytest.mark.parametrize("name", WAYS)
 def test_many_requests(made, name):
     model, how = WAYS[name]
