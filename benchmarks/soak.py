@@ -180,7 +180,11 @@ class Asker:
         choice = expect(await self.post("/v1/chat/completions", self.body(response_format=form, max_tokens=96)),
                         "choices")[0]  # fmt: skip
         if choice["finish_reason"] == "stop":
-            json.loads(choice["message"]["content"])
+            content = choice["message"]["content"]
+            try:
+                json.loads(content)
+            except ValueError as error:
+                raise Failure(f"an answer that is no JSON ({error}): {content!r}") from None
 
     async def pattern(self) -> None:
         body = self.body(structured_outputs={"regex": "(yes|no)"}, max_tokens=8)
