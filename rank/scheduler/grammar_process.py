@@ -187,7 +187,9 @@ class Matcher:
     def masks_behind(self, drafts: list[int], bits: np.ndarray) -> None:
         """Write the masks behind each of these drafts into bits[1:], [drafts, words], where bits[0] is the next one.
 
-        Behind one that is not allowed, or ends the sequence, all is: it does not come to that.
+        Behind one that is not allowed, or ends the sequence, all is: it does not come to that. Behind one that
+        completes the text, only an end token is: where it is late that the text is known to be complete, what is
+        sampled there is shown.
         """
         bits[1 : 1 + len(drafts)] = -1
         ahead = Matcher(self._matcher.deep_copy(), self._ends, self._stops, self._min_tokens)
@@ -196,11 +198,13 @@ class Matcher:
             if token in self._stops or not bits[i, token // 32] >> (token % 32) & 1:
                 return
             ahead.take([token])
-            if ahead.over:
-                return
             ahead.mask(bits[i + 1])
             if ahead.over:
-                bits[i + 1] = -1
+                ends = self._stops or self._ends if ahead.over == "stop" else ()
+                for row in bits[i + 1 : 1 + len(drafts)]:
+                    row[:] = 0 if ends else -1
+                    for end in ends:
+                        _set(row, end, True)
                 return
 
     def _look(self) -> None:

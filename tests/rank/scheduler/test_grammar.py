@@ -65,6 +65,17 @@ def texts(pattern, longest=7):
     return [text for text in every if re.fullmatch(pattern, text)]
 
 
+@pytest.mark.parametrize("stops", [(END,), ()])
+def test_no_text_follows_drafts_that_complete_it(compiler, stops):
+    """Where it is late that the text is known to be complete, what is sampled behind it is shown."""
+    one = matcher(compiler, "a(b|c)1", stops)
+    bits = np.full((4, mask_words(VOCABULARY)), -1, np.int32)
+    one.mask(bits[0])
+    one.masks_behind([PIECES.index(piece) for piece in ("ab", "1", "c")], bits)
+    found = [np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[:SIZE]).tolist() for row in bits]
+    assert found[1:] == [[PIECES.index("1")], [END], [END]]
+
+
 @pytest.mark.parametrize("pattern", ["a(b|c)*1", "(ab)*c", "abc|ab1|b", "a{2,3}b?", "(a|ab)(c|bcd)?", "1*", "[ab]c?1+"])
 def test_masks_allow_what_goes_on_to_a_match(compiler, pattern):
     matches = texts(pattern)
