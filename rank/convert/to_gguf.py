@@ -168,8 +168,8 @@ def _plan(config: Config, architecture: Architecture, index: Index, mix: str) ->
         shape = index.headers[index.files[sources[0]]][sources[0]].shape
         if len(shape) < (3 if "_exps." in name else 2 if part_of(name) in known.stacked else 0):
             shape = (len(sources), *shape)
-        if (axis := architecture.ONES.get(part_of(name))) is not None:
-            shape = (*shape[:axis], *shape[axis + 1 :])
+        ones = architecture.ONES.get(part_of(name), ())
+        shape = tuple(extent for axis, extent in enumerate(shape) if axis not in ones)
         found.append(Planned(name, _type_of(name, shape, mix, config, tied), shape, sources))
     return sorted(found, key=lambda one: _order(one.name))
 

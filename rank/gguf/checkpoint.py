@@ -228,11 +228,13 @@ def _shape(architecture: Architecture, name: str, shape: tuple[int, ...]) -> tup
     part = part_of(name)
     if part in architecture.FLAT:
         return (math.prod(shape),)
-    axis = architecture.ONES.get(part)
-    if axis is None or name.endswith(".bias"):
+    ones = architecture.ONES.get(part)
+    if ones is None or name.endswith(".bias"):
         return shape
-    others = [extent for extent in shape if extent != 1]
-    return (*others[:axis], 1, *others[axis:])
+    found = [extent for extent in shape if extent != 1]
+    for axis in ones:
+        found.insert(axis, 1)
+    return tuple(found)
 
 
 def _entry(architecture: Architecture, name: str, tensor: Tensor, order: Order | None) -> Entry:

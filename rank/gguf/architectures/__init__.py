@@ -27,7 +27,7 @@ class Architecture(NamedTuple):
     ADDED: float = 0.0  # what files add to the weights of norms,
     UNCHANGED: tuple[str, ...] = ()  # and norms to which they do not
     LOGARITHMS: tuple[str, ...] = ()  # tensors of which files have the negative exponential
-    ONES: dict[str, int] = {}  # tensors whose axis of one files leave out → where it is in the model
+    ONES: dict[str, tuple[int, ...]] = {}  # tensors whose axes of one files may leave out → where they are in the model
     FLAT: tuple[str, ...] = ()  # vectors that files have in several axes
     STACKED: dict[str, str] = {}  # matrices whose rows are vectors there → what stands before their numbers
     PER_LAYER: dict[str, str] = {}  # keys of the metadata that are tensors of the model, a number for each layer

@@ -28,7 +28,7 @@ ENDINGS = {"ssm_dt.bias": "dt_bias"}
 ADDED = 1.0
 UNCHANGED = ("ssm_norm",)
 LOGARITHMS = ("ssm_a",)
-ONES = {"ssm_conv1d": 1}
+ONES = {"ssm_conv1d": (1,)}
 
 
 def config(m: Metadata) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from ..metadata import Metadata
 from ._common import layer
 
 LOGARITHMS = ("ssm_a",)
-ONES = {"ssm_conv1d": 1}
+ONES = {"ssm_conv1d": (1,)}
 FLAT = "ssm_a", "ssm_d", "ssm_norm"
 
 

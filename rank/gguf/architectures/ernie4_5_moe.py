@@ -9,7 +9,7 @@ from . import ernie4_5
 from ._common import CORRECTION, EXPERTS, SHARED_EXPERTS, experts, layer
 
 TENSORS = ernie4_5.TENSORS | EXPERTS | SHARED_EXPERTS | layer(exp_probs_b="mlp.gate")
-ENDINGS, ONES = CORRECTION, {"exp_probs_b": 0}
+ENDINGS, ONES = CORRECTION, {"exp_probs_b": (0,)}
 NAME = "ernie4_5-moe"
 
 

@@ -14,7 +14,7 @@ TENSORS = (
     | {"token_embd_norm": "model.norm"}
     | layer(**{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")})
 )
-ONES = {"conv": 1}
+ONES = {"conv": (1,)}
 
 
 def config(m: Metadata) -> dict[str, Any]:

@@ -15,7 +15,7 @@ SHARED_EXPERT = layer(
     ffn_down_shexp="mlp.shared_expert.down_proj",
 )
 TENSORS = DECODER | EXPERTS | SHARED_EXPERT
-ONES = {"ffn_gate_inp_shexp": 0}
+ONES = {"ffn_gate_inp_shexp": (0,)}
 WRITES = ("qwen2_moe",)
 
 
