@@ -12,6 +12,8 @@ from .. import untrusted_files
 from .header import Header, Tensor
 
 MAX_LAYERS: Final = 1 << 10  # no model comes near
+# Keys whose lists have zeros for layers without attention, or without an MLP.
+OF_SOME_LAYERS: Final = "attention.head_count_kv", "feed_forward_length"
 
 
 class Metadata:
@@ -27,10 +29,10 @@ class Metadata:
             raise FatalError(f"{self.file}: its block_count is more than the {MAX_LAYERS} that it may be", MODEL)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Numbers that files list for each layer have to be equal, but for zeros of layers that have none."""
+        """Numbers that files list for each layer have to be equal, but for the zeros of OF_SOME_LAYERS."""
         value = self.values.get(f"{self.architecture}.{key}")
         if isinstance(value, list) and value:
-            some = [one for one in value if one != 0] or value
+            some = [one for one in value if one != 0 or key not in OF_SOME_LAYERS] or value
             value = some[0] if all(one == some[0] for one in some) else value
         return self._checked(f"{self.architecture}.{key}", default if value is None else value, int)
 

@@ -10,6 +10,8 @@ from phalanx.errors import FatalError
 from phalanx.rank.gguf import architectures
 from phalanx.rank.gguf.architectures import apertus, deepseek2, falcon_h1, mistral3, mistral4
 from phalanx.rank.gguf.architectures._common import rope
+from phalanx.rank.gguf.header import Header
+from phalanx.rank.gguf.metadata import Metadata
 from phalanx.rank.model import architectures as models
 
 NUMBERS = {"embedding_length": 64, "attention.head_count": 4, "context_length": 512}
@@ -30,6 +32,15 @@ def metadata(**given):
         architecture="llama",
         file="x.gguf",
     )
+
+
+def test_layers_without_heads_or_an_mlp_are_zeros_of_their_lists_alone():
+    lists = {"attention.head_count_kv": [0, 2, 2], "feed_forward_length": [8, 0, 8], "expert_used_count": [0, 2, 2]}
+    values = {f"llama.{key}": value for key, value in lists.items()} | {"llama.expert_count": [4, 4, 4]}
+    m = Metadata([Header(Path("x.gguf"), {"general.architecture": "llama"} | values, {}, {})])
+    assert [m.integer(key) for key in ("attention.head_count_kv", "feed_forward_length", "expert_count")] == [2, 8, 4]
+    with pytest.raises(FatalError, match="expert_used_count"):
+        m.integer("expert_used_count")
 
 
 def test_linear_rope_as_files_of_2023_have_it():
