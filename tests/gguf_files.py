@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from . import gguf_delta_nets, gguf_mamba2
+from . import gguf_delta_nets, gguf_kimi_linear, gguf_mamba2
 
 PLAIN = (Type.F32, Type.F16, Type.BF16)
 # Types that gguf-py decodes only → where their blocks have scales of f16
@@ -83,10 +83,11 @@ ARCHITECTURES = {
     "llama4_text": "llama4", "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
     "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid", "gemma4_text": "gemma4",
-    "falcon_h1": "falcon-h1", "cohere": "command-r",
+    "falcon_h1": "falcon-h1", "cohere": "command-r", "kimi_linear": "kimi-linear",
 }  # fmt: skip
 LATENTS = "deepseek2", "glm-dsa", "mistral4"
-NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa", "mistral4"  # what becomes keys and values is in two tensors
+# Their keys' and values' parts of what a latent goes through are two tensors.
+NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa", "mistral4", "kimi_linear"
 # Names that gguf-py does not have.
 NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
@@ -94,6 +95,10 @@ NAMES = {
     "mixer.experts.up_proj.weight": "ffn_up_exps.weight", "mixer.experts.down_proj.weight": "ffn_down_exps.weight",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias",
+    # transformers calls MLPs so, too.
+    "block_sparse_moe.gate_proj.weight": "ffn_gate.weight", "block_sparse_moe.up_proj.weight": "ffn_up.weight",
+    "block_sparse_moe.down_proj.weight": "ffn_down.weight",
     "self_attention.query_key_value.weight": "attn_qkv.weight",
     "self_attention.query_key_value.bias": "attn_qkv.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
@@ -132,7 +137,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
 
     hidden, heads = of("hidden_size", "n_embd"), of("num_attention_heads", "n_head")
     dim = of("head_dim", default=hidden // heads)
-    writer.add_context_length(of("max_position_embeddings", "n_positions"))
+    writer.add_context_length(of("max_position_embeddings", "n_positions", "model_max_length"))
     writer.add_embedding_length(hidden)
     further = of("num_nextn_predict_layers", default=0)
     writer.add_block_count(of("num_hidden_layers", "n_layer") + further)
@@ -167,7 +172,9 @@ def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str)
 
     if experts := of("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(of("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"))
+        writer.add_expert_used_count(
+            of("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+        )
         if inner := of("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(inner)
     if shared := of("shared_expert_intermediate_size"):
@@ -196,6 +203,8 @@ def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: s
         gguf_delta_nets.metadata(writer, config)
     if config["model_type"] in gguf_mamba2.KINDS:
         gguf_mamba2.metadata(writer, config)
+    if architecture == "kimi-linear":
+        gguf_kimi_linear.metadata(writer, config)
     if architecture == "apertus":
         _xielu(writer, config, tensors)
     if architecture == "llama4":
@@ -318,6 +327,8 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any], together: bool 
         tensors = dict(one for name, x in tensors.items() for one in _of_llama4(name, x))
     if config["model_type"] in NEWER_LATENTS:
         tensors = dict(one for name, x in tensors.items() for one in _of_latents(name, x, config))
+    if config["model_type"] == "kimi_linear":
+        tensors = dict(gguf_kimi_linear.converted(name, x) for name, x in tensors.items())
     if config["model_type"] == "glm" and config["attention_bias"]:
         tensors = _with_whole_qkv(tensors)
     if config["model_type"] in gguf_delta_nets.KINDS:
@@ -406,7 +417,8 @@ def _converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
 
 
 def _wanted(kind: str | Callable[[str], str], name: str) -> Type:
-    if re.search(r"ssm_(conv1d|a|d|norm)\b|shortconv\.conv|ffn_gate_inp\.", name):  # llama.cpp does not quantise them
+    # llama.cpp does not quantise them
+    if re.search(r"ssm_(conv1d(_[qkv])?|a|d|norm)\b|shortconv\.conv|ffn_gate_inp\.", name):
         return Type.F32
     return Type[kind if isinstance(kind, str) else kind(name)]
 
@@ -446,9 +458,8 @@ def dequantised(checkpoint: Path, into: Path, kind: str | Callable[[str], str]) 
     into.mkdir()
     tensors = load_file(checkpoint / "model.safetensors")
     for name, x in _stacked(tensors, config).items():
-        if x.dim() > 1:
-            theirs = _theirs(name, config)
-            wanted = _wanted(kind, theirs)
+        theirs = _theirs(name, config)
+        if x.dim() > 1 and (wanted := _wanted(kind, theirs)) != Type.F32:
             data = gguf.quants.dequantize(_encoded(theirs, x, wanted), wanted)
             made = torch.from_numpy(np.ascontiguousarray(data))
             if config["model_type"] in gguf_delta_nets.KINDS:

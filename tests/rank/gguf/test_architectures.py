@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import gguf
 import pytest
 from phalanx.errors import FatalError
-from phalanx.rank.gguf import architectures
-from phalanx.rank.gguf.architectures import apertus, deepseek2, falcon_h1, mistral3, mistral4
+from phalanx.rank.gguf import architectures, checkpoint
+from phalanx.rank.gguf.architectures import apertus, deepseek2, falcon_h1, kimi_linear, mistral3, mistral4
 from phalanx.rank.gguf.architectures._common import rope
 from phalanx.rank.gguf.header import Header
 from phalanx.rank.gguf.metadata import Metadata
@@ -90,7 +90,6 @@ def test_every_model_that_has_a_name_in_gguf_can_be_read():
     # There is no reader yet.
     unread = {"minicpm3", "gptneox"}
     unread |= {
-        "kimi-linear",
         "bailingmoe",
         "qwen",
         "baichuan",
@@ -140,6 +139,37 @@ def test_mistral_4_has_a_temperature_though_files_lack_it(monkeypatch, beta):
 def test_files_of_falcon_h1_without_multipliers_are_refused(given, text):
     with pytest.raises(FatalError, match=text):
         falcon_h1.config(metadata(**given))
+
+
+@pytest.mark.parametrize(
+    "part, shapes, expected",
+    [
+        ("ssm_a", [(1, 1, 6, 1), (6, 1), (6,)], (1, 1, 6, 1)),
+        ("ssm_conv1d_k", [(1, 72, 1, 4), (72, 1, 4), (72, 4)], (72, 1, 4)),
+    ],
+)
+def test_axes_of_one_that_files_of_kimi_linear_may_leave_out(part, shapes, expected):
+    """The converter writes four axes; llama.cpp's quantiser drops leading ones."""
+    found = [checkpoint._shape(architectures.find("kimi-linear"), f"blk.0.{part}", one) for one in shapes]
+    assert found == [expected] * len(shapes)
+
+
+def test_kimi_linear_chooses_among_all_experts(monkeypatch):
+    """Files do not name groups of experts; DeepSeek's of as many experts mean eight then."""
+    usual = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 24, "rope_parameters": {}}
+    monkeypatch.setattr(deepseek2, "common", lambda m: dict(usual))
+    given = dict(
+        block_count=2, expert_count=256, expert_used_count=8, expert_feed_forward_length=32, expert_shared_count=1,
+        expert_gating_func=2, rope__dimension_count=8, attention__key_length=40, attention__value_length=16,
+        attention__key_length_mla=24, attention__value_length_mla=16, attention__kv_lora_rank=32, kda__head_dim=16,
+        ssm__conv_kernel=4,
+    )  # fmt: skip
+    with pytest.raises(FatalError, match="ssm_a"):
+        kimi_linear.config(metadata(**given))
+    made = kimi_linear.config(metadata(**given, blk__0__ssm_a=SimpleNamespace(shape=(1, 1, 6, 1))))
+    assert (made["n_group"], made["topk_group"], made["norm_topk_prob"]) == (1, 1, True)
+    assert (made["linear_num_heads"], made["layer_types"]) == (6, ["linear_attention", "full_attention"])
+    assert (made["qk_nope_head_dim"], made["v_head_dim"]) == (16, 16)
 
 
 def test_an_activation_of_another_slope_is_refused(monkeypatch):

@@ -42,6 +42,7 @@ KEYS = {
     "cohere2": WINDOW | {"logit_scale": 0.5}, "command_r": {"logit_scale": 0.5}, "qwen3vlmoe": EXPERTS,
     "deepseek2": EXPERTS | LATENT,
     "dots1": EXPERTS | {"expert_shared_count": 1}, "ernie4_5_moe": EXPERTS, "hunyuan_moe": EXPERTS,
+    "kimi_linear": EXPERTS | LATENT | {"kda.head_dim": 16, "ssm.conv_kernel": 4, "expert_gating_func": 2},
     "lfm2": {"shortconv.l_cache": 3}, "lfm2moe": EXPERTS | {"shortconv.l_cache": 3},
     "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "granitehybrid": SCALES | EXPERTS | MAMBA2, "olmoe": EXPERTS,
     "falcon_h1": MAMBA2, "mistral4": EXPERTS | LATENT, "nemotron_h": MAMBA2, "nemotron_h_moe": SHARED | MAMBA2,
@@ -110,6 +111,9 @@ LEFT_OUT = {
     "hunyuan_dense": ("hunyuan_v1_dense", {}),
     "hunyuan_moe": ("hunyuan_v1_moe", {}),
     "internlm2": ("llama", {}),
+    "kimi_linear": ("kimi_linear", dict(
+        moe_layer_freq=1, rope_interleave=True, mlp_layer_types=[], mla_use_nope=True, linear_attn_config={},
+    )),
     "lfm2": ("lfm2", dict(
         conv_bias=False, full_attn_idxs=None, block_ffn_dim_multiplier=1.0, block_multiple_of=256,
     )),
@@ -163,7 +167,7 @@ WINDOWS = {
 ALL = [*range(LAYERS)]
 UNROTATED = {
     "cohere2": [3], "exaone4": [3], "llama4": [3], "smollm3": [3], "starcoder": ALL, "granitehybrid": ALL,
-    "nemotron_h": ALL, "nemotron_h_moe": ALL,
+    "nemotron_h": ALL, "nemotron_h_moe": ALL, "kimi_linear": ALL,
 }  # fmt: skip
 
 
@@ -181,7 +185,9 @@ def args_of(tmp_path):
         if reader in ("phi2", "falcon_h1"):  # whose head is never tied
             writer.add_tensor("output.weight", np.zeros((VOCAB, HIDDEN), np.float32))
         for i in range(LAYERS):
-            some = reader.startswith(("qwen35", "qwen3next", "granitehybrid", "nemotron_h")) and (i + 1) % 4
+            some = (
+                reader.startswith(("qwen35", "qwen3next", "granitehybrid", "nemotron_h", "kimi_linear")) and (i + 1) % 4
+            )
             net = some or reader == "falcon_h1"
             writer.add_tensor(f"blk.{i}.ssm_a" if net else f"blk.{i}.attn_norm.weight", np.zeros(4, np.float32))
         writer.write_header_to_file()

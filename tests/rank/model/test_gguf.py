@@ -60,6 +60,10 @@ MODELS = {
     "cohere normed": MODELS["cohere normed"] | dict(tie_word_embeddings=True),
     "olmo clipped": MODELS["olmo clipped"] | dict(attention_bias=False),
     "falcon_h1 gated first": MODELS["falcon_h1 gated first"] | dict(mlp_bias=False),
+    "kimi_linear": MODELS["kimi_linear"] | dict(mlp_layer_types=["dense", *["sparse"] * 3]),
+    "kimi_linear published": MODELS["kimi_linear published"] | dict(
+        num_expert_group=1, topk_group=1, moe_renormalize=True,
+    ),
     "exaone4": MODELS["exaone4"] | dict(sliding_window_pattern=4),
     "apertus": dict(model_type="apertus", rope_parameters=dict(rope_type="default", rope_theta=1e4)),
 } | {
@@ -230,6 +234,11 @@ GATE_AND_UP = dict(
 
 GEMMA4 = dict(intermediate_size=128, head_dim=32, global_head_dim=64, num_attention_heads=4, num_key_value_heads=2)
 GEMMA4_EXPERTS = MODELS["gemma4_text"] | GEMMA4 | dict(moe_intermediate_size=64, num_hidden_layers=3)
+DELTA = MODELS["kimi_linear"] | dict(
+    layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "sparse"], num_attention_heads=4,
+    num_key_value_heads=4, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32, num_experts=4,
+    num_experts_per_token=2, moe_intermediate_size=64, linear_head_dim=32, linear_num_heads=4,
+)  # fmt: skip
 GEMMA4_SMALL = MODELS["gemma4_text small"] | GEMMA4 | dict(hidden_size_per_layer_input=32)
 
 
@@ -242,8 +251,9 @@ GEMMA4_SMALL = MODELS["gemma4_text small"] | GEMMA4 | dict(hidden_size_per_layer
         (GATE_AND_UP, "Q8_0"),
         (GEMMA4_EXPERTS, "Q8_0"),
         (GEMMA4_SMALL, "Q8_0"),
+        (DELTA, "Q8_0"),
     ],
-    ids=["latents", "latents and softmax", "mxfp4", "gate and up", "Gemma 4's experts", "Gemma 4 small"],
+    ids=["latents", "latents and softmax", "mxfp4", "gate and up", "Gemma 4's experts", "Gemma 4 small", "Kimi Linear"],
 )
 def test_what_files_hold_apart_is_quantised(tmp_path, expected, caplog, sizes, kind):
     def kind_of(name):
