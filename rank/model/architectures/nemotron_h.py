@@ -125,18 +125,26 @@ class Experts(MoE):
     """Experts without a gate, and one of another size that all tokens visit."""
 
     def __init__(self, args: Args, mesh: Mesh):
-        hidden, act, latent = args.hidden_size, args.hidden_act, args.moe_latent_size
+        hidden, act = args.hidden_size, args.hidden_act
         inner, experts = args.moe_intermediate_size, args.n_routed_experts
-        super().__init__(hidden, inner, experts, args.router, mesh, act, gated=False, visited=latent)
-        self.fc1_latent_proj = self.fc2_latent_proj = None
-        if latent is not None:
-            self.fc1_latent_proj = ColumnParallel(whole(hidden), (whole(latent),), args.mlp_bias)
-            self.fc2_latent_proj = Expand(latent, hidden, mesh, args.mlp_bias)
+        super().__init__(hidden, inner, experts, args.router, mesh, act, gated=False, visited=args.moe_latent_size)
         self.shared_experts = MLP(hidden, args.moe_shared_expert_intermediate_size, mesh, act, args.mlp_bias)
 
     def forward(self, h: Normed | Tensor) -> Partial:
-        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
-            return super().forward(h) + self.shared_experts(h)
+        return super().forward(h) + self.shared_experts(h)
+
+
+class LatentExperts(Experts):
+    """Experts between two linears, whose inputs and outputs are smaller than the residual stream."""
+
+    def __init__(self, args: Args, mesh: Mesh):
+        super().__init__(args, mesh)
+        hidden, latent = args.hidden_size, args.moe_latent_size
+        assert latent is not None
+        self.fc1_latent_proj = ColumnParallel(whole(hidden), (whole(latent),), args.mlp_bias)
+        self.fc2_latent_proj = Expand(latent, hidden, mesh, args.mlp_bias)
+
+    def forward(self, h: Normed | Tensor) -> Partial:
         chosen = self.gate(h.tensor() if isinstance(h, Normed) else h)
         routed = self.experts(self.fc1_latent_proj(h), *chosen)
         return Partial((self.fc2_latent_proj, routed)) + self.shared_experts(h)
@@ -153,7 +161,7 @@ class Layer(base.Layer):
         elif self.kind == FULL:
             self.mixer = llama.Attention(args, mesh, index, local)
         elif self.kind == MOE_LAYER:
-            self.mixer = Experts(args, mesh)
+            self.mixer = (LatentExperts if args.moe_latent_size else Experts)(args, mesh)
         else:
             self.mixer = MLP(hidden, args.intermediate_size, mesh, args.hidden_act, args.mlp_bias)
 
