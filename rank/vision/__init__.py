@@ -135,7 +135,7 @@ def find(directory: Path, config: dict[str, Any]) -> ImageRules | None:
     try:
         processor = given or (nested if isinstance(nested, dict) else {})
         rules: ImageRules = module.read(config, processor)
-        _check_steps(processor, rules, kind)
+        _check_steps(processor, rules, getattr(module, "READ", ()))
         _check_sizes(rules)
         return rules
     # Numbers that are no floats, and lists where keys are expected, among others.
@@ -143,14 +143,16 @@ def find(directory: Path, config: dict[str, Any]) -> ImageRules | None:
         raise FatalError(f"{directory}: its files do not say how it takes images: {error!r}", MODEL) from None
 
 
-def _check_steps(processor: dict[str, Any], rules: ImageRules, kind: str) -> None:
-    """Raises ValueError for steps of preprocessing that would be left out, or taken, in silence."""
-    steps = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "resample": rules.resample}
-    if kind != "gemma4":  # whose colours are normalised where it says so
-        steps["do_normalize"] = True
+def _check_steps(processor: dict[str, Any], rules: ImageRules, read: Sequence[str]) -> None:
+    """Raises ValueError for steps of preprocessing that would be left out, or taken, in silence. read: keys that the
+    model's module reads."""
+    steps = {
+        "do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+        "resample": rules.resample,
+    }  # fmt: skip
     for key, expected in steps.items():
         value = processor.get(key)
-        if value is not None and not math.isclose(value, expected, rel_tol=1e-5):
+        if value is not None and key not in read and not math.isclose(value, expected, rel_tol=1e-5):
             raise ValueError(f"{key} is {value!r}, expected {expected!r}")
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from . import ImageRules, colours, number, squarish
 
+READ = ("do_normalize",)  # colours are normalised where it says so
+
 
 class Rules(ImageRules, frozen=True, kw_only=True):
     merge: int  # patches of a token along an edge
