@@ -187,9 +187,9 @@ class Matcher:
     def masks_behind(self, drafts: list[int], bits: np.ndarray) -> None:
         """Write the masks behind each of these drafts into bits[1:], [drafts, words], where bits[0] is the next one.
 
-        Behind one that is not allowed, or ends the sequence, all is: it does not come to that. Behind one that
-        completes the text, only an end token is: where it is late that the text is known to be complete, what is
-        sampled there is shown.
+        Behind one that is not allowed, or is a stop token, all are allowed: nothing is sampled there. Behind one that
+        completes the text only end tokens are: the scheduler may not know yet that the text is complete, and show what
+        is sampled there.
         """
         bits[1 : 1 + len(drafts)] = -1
         ahead = Matcher(self._matcher.deep_copy(), self._ends, self._stops, self._min_tokens)

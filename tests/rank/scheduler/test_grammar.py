@@ -67,7 +67,7 @@ def texts(pattern, longest=7):
 
 @pytest.mark.parametrize("stops", [(END,), ()])
 def test_no_text_follows_drafts_that_complete_it(compiler, stops):
-    """Where it is late that the text is known to be complete, what is sampled behind it is shown."""
+    """A scheduler that does not know yet that the text is complete shows what is sampled behind it."""
     one = matcher(compiler, "a(b|c)1", stops)
     bits = np.full((4, mask_words(VOCABULARY)), -1, np.int32)
     one.mask(bits[0])
